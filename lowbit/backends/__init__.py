@@ -1,0 +1,67 @@
+"""Where the step of a parameter runs: which backend serves a device, and the call into it."""
+
+import logging
+
+import torch
+
+from lowbit.backends import compiled, eager
+from lowbit.dither import step_offset
+from lowbit.plan import real
+
+BACKENDS = ("auto", "eager", "compiled")
+logger = logging.getLogger("lowbit")
+
+
+class Backend:
+    """The steps of an optimizer's parameters, each on its own device.
+
+    ``auto`` compiles on GPUs, and on a CPU where a C++ compiler is present and the model is large enough to repay the
+    compilation; where compiling fails it says so once and goes on with the eager backend.
+    """
+
+    def __init__(self, name):
+        self.name = name
+        self.chosen = {}  # device type -> "eager" or "compiled"
+
+    def choose(self, device, numel):
+        """``eager`` or ``compiled`` for a device that holds ``numel`` parameter elements."""
+        if device.type not in self.chosen:
+            worth = device.type != "cpu" or numel >= compiled.WORTH_COMPILING
+            auto = "compiled" if worth and compiled.available(device.type) else "eager"
+            self.chosen[device.type] = auto if self.name == "auto" else self.name
+        return self.chosen[device.type]
+
+    def step(self, kind, rule, layout, p, g, state, offset, scalars):
+        """One parameter one step on, in place; ``scalars`` is the :class:`Scalars` of its group and step."""
+        p, g = real(p), real(g)
+        if kind == "compiled" and layout.numel >= 64:  # a single block would be compiled as a case of its own
+            update = compiled.updater(rule, layout.format, layout.weights, (p.dtype, g.dtype))
+            try:
+                dither, values = scalars.on(p.device)
+                eager.step_parameter(update, compiled.PIECE, layout, p, g, state, offset, dither, values)
+                return
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if self.name != "auto":
+                    raise
+                self.chosen[p.device.type] = "eager"
+                logger.warning("lowbit: torch.compile failed, the eager backend serves instead: %s", error)
+        update = eager.updater(rule, layout.format, layout.weights)
+        limit = eager.CPU_PIECE if p.device.type == "cpu" else eager.DEVICE_PIECE
+        eager.step_parameter(update, limit, layout, p, g, state, offset, scalars.dither, scalars.values)
+
+
+class Scalars:
+    """The scalars of one group at one step, rounded to fp32: as numbers, and as tensors on each device that asks."""
+
+    def __init__(self, step, gradient_factor, rule_scalars):
+        self.dither = step_offset(step)
+        self._tensor = torch.tensor([gradient_factor, *rule_scalars], dtype=torch.float32, device="cpu")
+        self.values = self._tensor.tolist()
+        self._on = {}
+
+    def on(self, device):
+        """``(dither, values)`` as an int32 and an fp32 tensor on a device, copied there once."""
+        if device not in self._on:
+            dither = torch.tensor([self.dither], dtype=torch.int32, device="cpu")
+            self._on[device] = tuple(x.to(device, non_blocking=True) for x in (dither, self._tensor))
+        return self._on[device]

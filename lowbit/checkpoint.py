@@ -1,0 +1,99 @@
+"""Reading state dicts: of this library in any of its formats, and of ``torch.optim.AdamW`` and ``Adam``.
+
+Everything is checked and converted before anything of the optimizer is changed.
+"""
+
+import logging
+
+import torch
+
+from lowbit.options import check_group
+from lowbit.plan import plan, real
+from lowbit.state import convert, found_layout
+
+VERSION = 1  # of the formats; in every param group of a state dict as ``format_version``
+
+# Options that say how this optimizer keeps state, and torch's that say how it computes: not taken from a state dict.
+_OWN = {"params", "param_names", "state", "weights", "min_numel", "format_version"}
+_TORCH = {"amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+
+logger = logging.getLogger("lowbit")
+
+
+def read(optimizer, state_dict):
+    """``(options of each group, {parameter: (layout, state)})`` of a state dict, in the optimizer's own formats."""
+    saved_groups, saved_states = _parts(state_dict)
+    own = optimizer.param_groups
+    if len(saved_groups) != len(own):
+        raise ValueError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(own)}")
+    groups, states, converted = [], {}, {}
+    for number, (saved, group) in enumerate(zip(saved_groups, own, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"param group {number} of the state dict has {len(saved['params'])} parameters, "
+                f"that of the optimizer {len(group['params'])}"
+            )
+        groups.append(_options(saved, group, number))
+        for key, p in zip(saved["params"], group["params"], strict=True):
+            if saved_states.get(key):
+                source, target, state = _state(saved_states[key], p, group, f"parameter {key!r}")
+                states[p] = (target, state)
+                if source != target:
+                    change = (source.format.name, target.format.name)
+                    converted[change] = converted.get(change, 0) + 1
+    for (source, target), count in converted.items():
+        logger.info("lowbit: state of %d parameters converted from %s to %s", count, source, target)
+    return groups, states
+
+
+def _parts(state_dict):
+    """The two parts of a state dict, or an error that says what was found instead."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"expected an optimizer's state dict, found a {type(state_dict).__name__}")
+    if not {"state", "param_groups"} <= state_dict.keys():
+        found = ", ".join(map(str, list(state_dict)[:4])) or "nothing"
+        raise ValueError(f"expected an optimizer's state dict with 'state' and 'param_groups', found {found}")
+    for group in state_dict["param_groups"]:
+        if group.get("format_version", VERSION) > VERSION:
+            raise ValueError(
+                f"the state dict is of format version {group['format_version']}, this lowbit reads up to {VERSION}: "
+                "upgrade lowbit"
+            )
+        if group.get("amsgrad"):
+            raise ValueError("the state dict is of an optimizer with amsgrad=True, whose third moment has no place here")
+    return state_dict["param_groups"], state_dict["state"]
+
+
+def _options(saved, group, number):
+    options = {name: value for name, value in saved.items() if name not in _OWN | _TORCH}
+    check_group({**group, **options}, f"param group {number} of the state dict")
+    return options
+
+
+def _state(saved, p, group, name):
+    """``(layout found, layout planned, state)`` of one parameter, on its device."""
+    missing = {"step", "exp_avg", "exp_avg_sq"} - saved.keys()
+    if missing:
+        raise ValueError(f"the state of {name} has no {sorted(missing)}, found {sorted(saved)}")
+    target = plan(p, group)
+    tensors = {key: _tensor(value, key, p) for key, value in saved.items()}
+    plain = real(p)
+    for key in ("exp_avg", "exp_avg_sq"):  # floating-point moments of any library are as good as ours in fp32
+        x = tensors[key]
+        if x.dtype in (torch.float16, torch.float64) and x.shape == plain.shape:
+            tensors[key] = x.to(torch.float32)
+    source = found_layout(target, tensors)
+    if source is None:
+        found = ", ".join(f"{key} {tuple(x.shape)} {x.dtype}" for key, x in tensors.items())
+        raise ValueError(f"the state of {name}, of shape {tuple(p.shape)}, is of no format that lowbit reads: {found}")
+    state = tensors if source == target else convert(source, target, tensors)
+    return source, target, state
+
+
+def _tensor(value, key, p):
+    """A tensor of its own, real, on the parameter's device; ``step`` is an fp32 scalar on the CPU."""
+    if key == "step":
+        return torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(()).clone()
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"expected a tensor for {key!r}, found a {type(value).__name__}")
+    return real(value.detach()).to(p.device, copy=True).contiguous()

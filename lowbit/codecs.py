@@ -1,0 +1,213 @@
+"""The state formats: how ``exp_avg`` (m) and ``exp_avg_sq`` (v) are kept, and the one table that lists them.
+
+A block of 32 neighbours shares a scale. In the 8-bit formats a value keeps a few exponent and mantissa bits below the
+exponent of its block, as in OCP Microscaling (https://www.opencompute.org, "OCP Microscaling Formats (MX)"), and the
+scale is that exponent, biased like fp32's, in one byte. Encoding is an add and a shift of fp32 bits.
+
+``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
+adding random bits below the last kept bit and cutting off is exactly unbiased in value. ``decode(codes, scale)`` is its
+inverse on codes. A value that is NaN or infinite takes the largest code of its block and leaves its neighbours alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowbit.ops import (
+    bf16_from_bits,
+    bits,
+    block_max,
+    divide,
+    from_bits,
+    jit,
+    maximum,
+    minimum,
+    pack,
+    signed,
+    sqrt,
+    to_float,
+    to_int,
+    to_uint8,
+    unpack,
+    where,
+)
+
+
+@jit
+def finite_max(b):
+    """Bits of the largest finite magnitude of each block, from bits with the sign cleared."""
+    return block_max(where(b < 0x7F800000, b, 0))
+
+
+@jit
+def e4m3_encode(x, r):
+    """Sign, 4 exponent and 3 mantissa bits, with subnormals and zero; 0x7F, NaN in OCP E4M3, is not used.
+
+    Multiplying by a power of two puts the top binade at biased exponent 15, so that the kept bits are bits 20 to 26 and
+    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value: the largest code is
+    7/8 of a binade's end, and a value above it could never round up.
+    """
+    b = bits(x)
+    magnitude = b & 0x7FFFFFFF
+    e = minimum(bits(from_bits(finite_max(magnitude)) * 1.1428571428571428) >> 23, 253)
+    # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
+    y = bits(from_bits(magnitude) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
+    code = (minimum(y, 0x07E00000) + ((r >> 12) & 0xFFFFF)) >> 20
+    return to_uint8(code | ((b >> 24) & 0x80)), to_uint8(e)
+
+
+@jit
+def e4m3_decode(codes, scale):
+    """Inverse of :func:`e4m3_encode`; 2^112 moves biased exponent 15 to 127."""
+    y = from_bits((signed(codes) << 20) & -0x78100000)  # 0x87F00000: the sign, 4 exponent bits, 3 mantissa bits
+    return y * 5.192296858534828e33 * from_bits(to_int(scale) << 23)
+
+
+@jit
+def e5m3_encode(x, r):
+    """5 exponent and 3 mantissa bits of a value that is never negative. The scale is the exponent of the lowest code.
+
+    The lowest code is not zero: v that rounds to zero would divide the next update by almost nothing.
+    """
+    b = bits(x) & 0x7FFFFFFF
+    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666666666667) >> 23, 254) - 31, 0)
+    code = maximum(minimum(b - (low << 23), 0x0FF00000) + ((r >> 12) & 0xFFFFF), 0) >> 20
+    return to_uint8(code), to_uint8(low)
+
+
+@jit
+def e5m3_decode(codes, scale):
+    """Inverse of :func:`e5m3_encode`."""
+    return from_bits((to_int(codes) << 20) + (to_int(scale) << 23))
+
+
+@jit
+def e3m1_encode(x, r):
+    """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
+    b = bits(x) & 0x7FFFFFFF
+    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333333333333333) >> 23, 254) - 7, 0)
+    code = maximum(minimum(b - (low << 23), 0x03C00000) + ((r >> 10) & 0x3FFFFF), 0) >> 22
+    return pack(code), to_uint8(low)
+
+
+@jit
+def e3m1_decode(codes, scale):
+    """Inverse of :func:`e3m1_encode`."""
+    return from_bits((unpack(codes) << 22) + (to_int(scale) << 23))
+
+
+@jit
+def square4_encode(x, r):
+    """Sign and a 3-bit code c, value (c/7)² of the block's largest magnitude, which is kept in fp32.
+
+    With t = 49 |x| / max and u uniform, floor(sqrt(t - u(1-u)) + u) is sqrt(t) rounded up with the probability that
+    makes the *value* unbiased. Only the lowest cell rounds deterministically, up above 0.92 of it: dithered, a tiny m
+    would jump to code 1 beside a tiny v and explode; to nearest, m would never decay.
+    """
+    b = bits(x)
+    magnitude = b & 0x7FFFFFFF
+    largest = finite_max(magnitude)
+    top = from_bits(largest)
+    factor = where(top > 1e-36, divide(49.0, top), 0.0)  # 49/top is infinite for the smallest subnormals
+    t = from_bits(minimum(magnitude, largest)) * factor
+    u = to_float((r >> 8) & 0xFFFFFF) * 5.9604644775390625e-08
+    inside = to_int(sqrt(t - where(t < 1.0, 0.0, u * (1.0 - u))) + u)
+    code = minimum(where(t < 1.0, where(t > 0.92, 1, 0), inside), 7)
+    return pack(code | ((b >> 28) & 8)), top
+
+
+@jit
+def square4_decode(codes, scale):
+    """Inverse of :func:`square4_encode`."""
+    code = unpack(codes)
+    c = to_float(code & 7)
+    magnitude = c * c * (scale * 0.02040816326530612)
+    return from_bits(bits(magnitude) | ((code & 8) << 28))
+
+
+@jit
+def quiet(b):
+    """Bits with every NaN made the one quiet NaN, so that adding below cannot carry it into the sign."""
+    return minimum(b & 0x7FFFFFFF, 0x7FC00000)
+
+
+@jit
+def bf16_encode(x, r):
+    """fp32 to bf16, dithered; no scale."""
+    b = bits(x)
+    return bf16_from_bits(((quiet(b) + ((r >> 16) & 0xFFFF)) & -65536) | (b & -0x80000000)), None
+
+
+@jit
+def bf16_decode(codes, scale):
+    """bf16 to fp32."""
+    return to_float(codes)
+
+
+@jit
+def fp32_encode(x, r):
+    """fp32 as it is; no scale."""
+    return x, None
+
+
+@jit
+def fp32_decode(codes, scale):
+    """fp32 as it is."""
+    return codes
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one tensor of state is kept."""
+
+    encode: object
+    decode: object
+    bits: int  # of a code; 4-bit codes are kept two a byte
+    codes: torch.dtype
+    scale: torch.dtype | None  # one a block of 32, or no scale and no blocks
+
+    @property
+    def unit(self):
+        """Columns of the code tensor for a block of 32 elements."""
+        return 16 if self.bits == 4 else 32
+
+    @property
+    def bytes_per_param(self):
+        """Bytes an element, its share of the scale included."""
+        return self.bits / 8 + (self.scale.itemsize / 32 if self.scale else 0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of the table: how m (``exp_avg``) and v (``exp_avg_sq``) are kept."""
+
+    name: str
+    m: Codec
+    v: Codec
+
+    @property
+    def blocked(self):
+        """Whether rows are cut into blocks with a scale each."""
+        return self.m.scale is not None
+
+    @property
+    def bytes_per_param(self):
+        """Bytes of state an element, where rows are whole blocks."""
+        return self.m.bytes_per_param + self.v.bytes_per_param
+
+
+E4M3 = Codec(e4m3_encode, e4m3_decode, 8, torch.uint8, torch.uint8)
+E5M3 = Codec(e5m3_encode, e5m3_decode, 8, torch.uint8, torch.uint8)
+SQUARE4 = Codec(square4_encode, square4_decode, 4, torch.uint8, torch.float32)
+E3M1 = Codec(e3m1_encode, e3m1_decode, 4, torch.uint8, torch.uint8)
+BF16 = Codec(bf16_encode, bf16_decode, 16, torch.bfloat16, None)
+FP32 = Codec(fp32_encode, fp32_decode, 32, torch.float32, None)
+
+FORMATS = {
+    "8bit": Format("8bit", E4M3, E5M3),
+    "fp8": Format("8bit", E4M3, E5M3),  # the 8-bit m is OCP FP8: another name, one format
+    "4bit": Format("4bit", SQUARE4, E3M1),
+    "12bit": Format("12bit", E4M3, E3M1),
+    "bf16": Format("bf16", BF16, BF16),
+    "fp32": Format("fp32", FP32, FP32),
+}

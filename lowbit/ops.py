@@ -1,0 +1,212 @@
+"""The vocabulary in which rules, codecs and weight roundings are written.
+
+Each word exists twice, once for Triton and once for torch. A formula is written once, as a ``@jit`` function over these
+words: Triton compiles it as it stands, and :func:`in_torch` binds the same code object to torch's words. So the two
+backends cannot drift apart, and the eager one is the reference of the other.
+
+Tensors in formulas are tiles of shape ``[blocks, 32]`` (a scale is ``[blocks, 1]``), fp32 values or int32 bits.
+"""
+
+import builtins
+import functools
+import types
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Triton comes with torch on GPUs; without it every formula serves torch alone
+    triton = tl = None
+
+BLOCK = 32  # elements that share a scale
+
+
+def jit(fn):
+    """``triton.jit``, or the function itself where there is no Triton."""
+    return triton.jit(fn) if triton is not None else fn
+
+
+# --- Triton's words. Jit-wrapped also where a tl builtin would do: a bare alias fails in Triton's interpreter. ---
+
+
+@jit
+def bits(x):
+    """The bits of fp32 ``x`` as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@jit
+def from_bits(b):
+    """The fp32 value of int32 bits ``b``."""
+    return b.to(tl.float32, bitcast=True)
+
+
+@jit
+def to_float(x):
+    """Any float as fp32."""
+    return x.to(tl.float32)
+
+
+@jit
+def to_int(x):
+    """Any integer as int32, by value."""
+    return x.to(tl.int32)
+
+
+@jit
+def to_uint8(x):
+    """The low byte of int32 ``x``."""
+    return x.to(tl.uint8)
+
+
+@jit
+def to_int8(x):
+    """int32 ``x`` in [-128, 127] as int8."""
+    return x.to(tl.int8)
+
+
+@jit
+def to_int16(x):
+    """int32 ``x`` in [-32768, 32767] as int16."""
+    return x.to(tl.int16)
+
+
+@jit
+def signed(x):
+    """A byte as int32 with its top bit as the sign."""
+    return x.to(tl.int8, bitcast=True).to(tl.int32)
+
+
+@jit
+def to_bf16(x):
+    """fp32 rounded to the nearest bf16, ties to even."""
+    return x.to(tl.bfloat16)
+
+
+@jit
+def to_fp16(x):
+    """fp32 rounded to the nearest fp16, ties to even."""
+    return x.to(tl.float16)
+
+
+@jit
+def bf16_from_bits(b):
+    """The bf16 whose 16 bits are the upper half of int32 ``b``."""
+    return (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
+def fp16_from_bits(b):
+    """The fp16 whose 16 bits are the lower half of int32 ``b``."""
+    return b.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def where(condition, a, b):
+    """``a`` where the condition holds, else ``b``."""
+    return tl.where(condition, a, b)
+
+
+@jit
+def minimum(a, b):
+    """The smaller of two int32."""
+    return tl.minimum(a, b)
+
+
+@jit
+def maximum(a, b):
+    """The larger of two int32."""
+    return tl.maximum(a, b)
+
+
+@jit
+def sqrt(x):
+    """Square root, correctly rounded."""
+    return tl.sqrt_rn(x)
+
+
+@jit
+def divide(a, b):
+    """Quotient, correctly rounded."""
+    return tl.div_rn(a, b)
+
+
+@jit
+def block_max(x):
+    """Largest int32 of each block: ``[blocks, 32]`` to ``[blocks, 1]``."""
+    return tl.max(x, axis=1, keep_dims=True)
+
+
+@jit
+def pack(codes):
+    """Four-bit codes ``[blocks, 32]`` to bytes ``[blocks, 16]``; an even element takes the low half."""
+    low, high = tl.split(tl.reshape(codes, [codes.shape[0], 16, 2]))
+    return (low | (high << 4)).to(tl.uint8)
+
+
+@jit
+def unpack(codes):
+    """Bytes ``[blocks, 16]`` to four-bit codes ``[blocks, 32]`` as int32."""
+    b = codes.to(tl.int32)
+    return tl.reshape(tl.join(b & 15, b >> 4), [codes.shape[0], 32])
+
+
+# --- torch's words ---
+
+
+def _block_max(x):
+    # a tree of whole-tile maxima: torch's own reduction over 32 neighbours is several times slower on CPU
+    while x.shape[1] > 1:
+        half = x.shape[1] // 2
+        x = torch.maximum(x[:, :half], x[:, half:])
+    return x
+
+
+def _unpack(codes):
+    b = codes.to(torch.int32)
+    return torch.stack((b & 15, b >> 4), dim=-1).reshape(codes.shape[0], BLOCK)
+
+
+TORCH = {
+    "bits": lambda x: x.view(torch.int32),
+    "from_bits": lambda b: b.view(torch.float32),
+    "to_float": lambda x: x.to(torch.float32),
+    "to_int": lambda x: x.to(torch.int32),
+    "to_uint8": lambda x: x.to(torch.uint8),
+    "to_int8": lambda x: x.to(torch.int8),
+    "to_int16": lambda x: x.to(torch.int16),
+    "signed": lambda x: x.view(torch.int8).to(torch.int32),
+    "to_bf16": lambda x: x.to(torch.bfloat16),
+    "to_fp16": lambda x: x.to(torch.float16),
+    "bf16_from_bits": lambda b: (b & -65536).view(torch.float32).to(torch.bfloat16),
+    "fp16_from_bits": lambda b: b.to(torch.int16).view(torch.float16),
+    "where": torch.where,
+    "minimum": lambda a, b: a.clamp(max=b) if isinstance(b, int) else torch.minimum(a, b),
+    "maximum": lambda a, b: a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b),
+    "sqrt": torch.sqrt,
+    "divide": lambda a, b: a / b,
+    "block_max": _block_max,
+    "pack": lambda codes: (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8),
+    "unpack": _unpack,
+}
+
+
+@functools.cache
+def in_torch(function):
+    """The torch form of a ``@jit`` formula: the same code object, bound to torch's words.
+
+    Formulas that it calls are bound too. The new globals carry no ``__name__``: ``torch.compile`` would look the words
+    up in the module of that name, where they are Triton's.
+    """
+    plain = getattr(function, "fn", function)
+    words = {"__builtins__": builtins}
+    for name in plain.__code__.co_names:
+        if name in TORCH:
+            words[name] = TORCH[name]
+        elif name in plain.__globals__:
+            value = plain.__globals__[name]
+            words[name] = in_torch(value) if callable(value) else getattr(value, "value", value)
+    bound = types.FunctionType(plain.__code__, words, plain.__name__, plain.__defaults__, plain.__closure__)
+    bound.__doc__ = plain.__doc__
+    return bound
