@@ -28,6 +28,7 @@ from lowbit.ops import (
     to_float,
     to_int,
     to_uint8,
+    top_bits,
     unpack,
     where,
 )
@@ -35,8 +36,11 @@ from lowbit.ops import (
 
 @jit
 def finite_max(b):
-    """Bits of the largest finite magnitude of each block, from bits with the sign cleared."""
-    return block_max(where(b < 0x7F800000, b, 0))
+    """Bits of the largest finite magnitude of each block, from bits with the sign cleared.
+
+    Adding one exponent step carries infinities and NaNs, and nothing else, into the sign, where they lose to all others.
+    """
+    return maximum(block_max(b + 0x00800000), 0x00800000) - 0x00800000
 
 
 @jit
@@ -52,7 +56,7 @@ def e4m3_encode(x, r):
     e = minimum(bits(from_bits(finite_max(magnitude)) * 1.1428571428571428) >> 23, 253)
     # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
     y = bits(from_bits(magnitude) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
-    code = (minimum(y, 0x07E00000) + ((r >> 12) & 0xFFFFF)) >> 20
+    code = (minimum(y, 0x07E00000) + top_bits(r, 20)) >> 20
     return to_uint8(code | ((b >> 24) & 0x80)), to_uint8(e)
 
 
@@ -71,7 +75,7 @@ def e5m3_encode(x, r):
     """
     b = bits(x) & 0x7FFFFFFF
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666666666667) >> 23, 254) - 31, 0)
-    code = maximum(minimum(b - (low << 23), 0x0FF00000) + ((r >> 12) & 0xFFFFF), 0) >> 20
+    code = maximum(minimum(b - (low << 23), 0x0FF00000) + top_bits(r, 20), 0) >> 20
     return to_uint8(code), to_uint8(low)
 
 
@@ -86,7 +90,7 @@ def e3m1_encode(x, r):
     """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
     b = bits(x) & 0x7FFFFFFF
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333333333333333) >> 23, 254) - 7, 0)
-    code = maximum(minimum(b - (low << 23), 0x03C00000) + ((r >> 10) & 0x3FFFFF), 0) >> 22
+    code = maximum(minimum(b - (low << 23), 0x03C00000) + top_bits(r, 22), 0) >> 22
     return pack(code), to_uint8(low)
 
 
@@ -110,7 +114,7 @@ def square4_encode(x, r):
     top = from_bits(largest)
     factor = where(top > 1e-36, divide(49.0, top), 0.0)  # 49/top is infinite for the smallest subnormals
     t = from_bits(minimum(magnitude, largest)) * factor
-    u = to_float((r >> 8) & 0xFFFFFF) * 5.9604644775390625e-08
+    u = to_float(top_bits(r, 24)) * 5.9604644775390625e-08
     inside = to_int(sqrt(t - where(t < 1.0, 0.0, u * (1.0 - u))) + u)
     code = minimum(where(t < 1.0, where(t > 0.92, 1, 0), inside), 7)
     return pack(code | ((b >> 28) & 8)), top
@@ -135,7 +139,7 @@ def quiet(b):
 def bf16_encode(x, r):
     """fp32 to bf16, dithered; no scale."""
     b = bits(x)
-    return bf16_from_bits(((quiet(b) + ((r >> 16) & 0xFFFF)) & -65536) | (b & -0x80000000)), None
+    return bf16_from_bits((quiet(b) + top_bits(r, 16)) | (b & -0x80000000)), None
 
 
 @jit

@@ -14,21 +14,24 @@ PHI = 0x9E3779B9  # 2^32 over the golden ratio; all 32 bits count
 
 
 @jit
-def m_bits(element, step):
-    """Bits for ``exp_avg``. Each stream multiplies by an odd constant of its own, so that roundings do not agree."""
-    return element * -1640531535 + step  # 0x9E3779B1
+def m_bits(first, lanes, step):
+    """Bits for ``exp_avg`` ``[blocks, 32]``, from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
+
+    Each stream multiplies by an odd constant of its own, so that roundings do not agree.
+    """
+    return (first * -1640531535 + step) + lanes * -1640531535  # 0x9E3779B1
 
 
 @jit
-def v_bits(element, step):
+def v_bits(first, lanes, step):
     """Bits for ``exp_avg_sq``."""
-    return element * -2048144777 + step  # 0x85EBCA77
+    return (first * -2048144777 + step) + lanes * -2048144777  # 0x85EBCA77
 
 
 @jit
-def w_bits(element, step):
+def w_bits(first, lanes, step):
     """Bits for the weight."""
-    return element * -1028477379 + step  # 0xC2B2AE3D
+    return (first * -1028477379 + step) + lanes * -1028477379  # 0xC2B2AE3D
 
 
 def signed32(x):

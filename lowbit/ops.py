@@ -19,6 +19,7 @@ try:
 except ImportError:  # Triton comes with torch on GPUs; without it every formula serves torch alone
     triton = tl = None
 
+_constexpr = tl.constexpr if tl is not None else object
 BLOCK = 32  # elements that share a scale
 
 
@@ -103,6 +104,12 @@ def fp16_from_bits(b):
 
 
 @jit
+def top_bits(r, count: _constexpr):
+    """The upper ``count`` bits of int32 ``r``, as an integer from 0."""
+    return (r.to(tl.uint32, bitcast=True) >> (32 - count)).to(tl.int32, bitcast=True)
+
+
+@jit
 def where(condition, a, b):
     """``a`` where the condition holds, else ``b``."""
     return tl.where(condition, a, b)
@@ -155,14 +162,6 @@ def unpack(codes):
 # --- torch's words ---
 
 
-def _block_max(x):
-    # a tree of whole-tile maxima: torch's own reduction over 32 neighbours is several times slower on CPU
-    while x.shape[1] > 1:
-        half = x.shape[1] // 2
-        x = torch.maximum(x[:, :half], x[:, half:])
-    return x
-
-
 def _unpack(codes):
     b = codes.to(torch.int32)
     return torch.stack((b & 15, b >> 4), dim=-1).reshape(codes.shape[0], BLOCK)
@@ -186,7 +185,8 @@ TORCH = {
     "maximum": lambda a, b: a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b),
     "sqrt": torch.sqrt,
     "divide": lambda a, b: a / b,
-    "block_max": _block_max,
+    "block_max": lambda x: x.amax(dim=1, keepdim=True),
+    "top_bits": lambda r, count: (r >> (32 - count)) & ((1 << count) - 1),
     "pack": lambda codes: (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8),
     "unpack": _unpack,
 }

@@ -8,22 +8,23 @@ _constexpr = tl.constexpr if tl is not None else object
 
 @jit
 def step_tile(
-    p, low, g, m_codes, m_scale, v_codes, v_scale, element, dither, gradient_factor,
+    p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, gradient_factor,
     beta1, rest1, beta2, rest2, step_size, bias2, eps, decay,
     RULE: _constexpr, M_DECODE: _constexpr, M_ENCODE: _constexpr, V_DECODE: _constexpr, V_ENCODE: _constexpr,
     W_DECODE: _constexpr, W_ENCODE: _constexpr,
 ):  # fmt: skip
     """Parameter, gradient and state of ``[blocks, 32]`` elements one step on.
 
-    ``element`` holds each element's number in its tensor plus the parameter's offset, ``dither`` the step's offset
-    (:mod:`lowbit.dither`); ``gradient_factor`` multiplies the gradient (-1 to maximize).
+    ``first`` ``[blocks, 1]`` holds the number of each block's first element in its tensor plus the parameter's offset,
+    ``lanes`` is 0 … 31, ``dither`` the step's offset (:mod:`lowbit.dither`); ``gradient_factor`` multiplies the gradient
+    (-1 to maximize).
     """
     w = W_DECODE(p, low)
     m = M_DECODE(m_codes, m_scale)
     v = V_DECODE(v_codes, v_scale)
     g = to_float(g) * gradient_factor
     w, m, v = RULE(w, g, m, v, beta1, rest1, beta2, rest2, step_size, bias2, eps, decay)
-    m_codes, m_scale = M_ENCODE(m, m_bits(element, dither))
-    v_codes, v_scale = V_ENCODE(v, v_bits(element, dither))
-    p, low = W_ENCODE(w, w_bits(element, dither))
+    m_codes, m_scale = M_ENCODE(m, m_bits(first, lanes, dither))
+    v_codes, v_scale = V_ENCODE(v, v_bits(first, lanes, dither))
+    p, low = W_ENCODE(w, w_bits(first, lanes, dither))
     return p, low, m_codes, m_scale, v_codes, v_scale

@@ -23,6 +23,7 @@ from lowbit.ops import (
     to_int,
     to_int8,
     to_int16,
+    top_bits,
     where,
 )
 
@@ -60,7 +61,7 @@ def fp16_stochastic(w, r):
     """
     b = bits(w)
     y = bits(from_bits(b & 0x7FFFFFFF) * 1.925929944387236e-34)
-    code = minimum((y + ((r >> 19) & 0x1FFF)) >> 13, 0x7C00)
+    code = minimum((y + top_bits(r, 13)) >> 13, 0x7C00)
     return fp16_from_bits(where(w != w, 0x7E00, code) | ((b >> 16) & 0x8000)), None
 
 
@@ -71,7 +72,7 @@ def low8_encode(w, r):
     The upper half is rounded to nearest and the low part is signed, so the parameter alone is the best bf16.
     """
     b = bits(w)
-    b = ((quiet(b) + ((r >> 24) & 0xFF)) & -256) | (b & -0x80000000)
+    b = ((quiet(b) + top_bits(r, 8)) & -256) | (b & -0x80000000)
     high = (b + 0x8000) & -65536
     return bf16_from_bits(high), to_int8((b - high) >> 8)
 

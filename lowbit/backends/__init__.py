@@ -38,7 +38,8 @@ class Backend:
             update = compiled.updater(rule, layout.format, layout.weights, (p.dtype, g.dtype))
             try:
                 dither, values = scalars.on(p.device)
-                eager.step_parameter(update, compiled.PIECE, layout, p, g, state, offset, dither, values)
+                limit = compiled.CPU_PIECE if p.device.type == "cpu" else compiled.DEVICE_PIECE
+                eager.step_parameter(update, limit, layout, p, g, state, offset, dither, values)
                 return
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self.name != "auto":

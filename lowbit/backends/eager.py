@@ -24,7 +24,7 @@ def lanes(device):
 
 @functools.cache
 def updater(rule, format, weights):
-    """``update(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, *scalars)``, in place on tiles."""
+    """``update(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, scalars)``, in place on tiles."""
     tile = in_torch(step_tile)
     functions = [
         in_torch(f)
@@ -33,9 +33,9 @@ def updater(rule, format, weights):
         )
     ]  # fmt: skip
 
-    def update(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, *scalars):
+    def update(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, scalars):
         old = (p, low, m_codes, m_scale, v_codes, v_scale)
-        new = tile(p, low, g, m_codes, m_scale, v_codes, v_scale, first + lanes, dither, *scalars, *functions)
+        new = tile(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, *scalars, *functions)
         for target, value in zip(old, new, strict=True):
             if target is not None:
                 target.copy_(value)
@@ -73,7 +73,7 @@ def step_piece(update, piece, width, tensors, units, offset, dither, scalars):
     if last_row - row > 1:
         starts = starts + torch.arange(last_row - row, device=device)[:, None] * width
     first = (starts + (row * width + offset)).to(torch.int32).view(-1, 1)
-    update(*tiles, first, lanes(device), dither, *scalars)
+    update(*tiles, first, lanes(device), dither, scalars)
     for x, tile in zip(cuts, tiles, strict=True):
         if x is not None and tile.data_ptr() != x.data_ptr():
             x.copy_(untiled(tile, x.shape))
