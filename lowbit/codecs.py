@@ -6,7 +6,7 @@ scale is that exponent, biased like fp32's, in one byte. Encoding is an add and 
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
 adding random bits below the last kept bit and cutting off is exactly unbiased in value. ``decode(codes, scale)`` is its
-inverse on codes. A value that is NaN or infinite takes the largest code of its block and leaves its neighbours alone.
+inverse on codes. A value that is infinite or NaN leaves its neighbours alone.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ import torch
 from lowbit.ops import (
     bf16_from_bits,
     bits,
-    block_max,
     divide,
+    finite_max,
     from_bits,
     jit,
     maximum,
@@ -32,15 +32,6 @@ from lowbit.ops import (
     unpack,
     where,
 )
-
-
-@jit
-def finite_max(b):
-    """Bits of the largest finite magnitude of each block, from bits with the sign cleared.
-
-    Adding one exponent step carries infinities and NaNs, and nothing else, into the sign, where they lose to all others.
-    """
-    return maximum(block_max(b + 0x00800000), 0x00800000) - 0x00800000
 
 
 @jit
@@ -71,9 +62,10 @@ def e4m3_decode(codes, scale):
 def e5m3_encode(x, r):
     """5 exponent and 3 mantissa bits of a value that is never negative. The scale is the exponent of the lowest code.
 
-    The lowest code is not zero: v that rounds to zero would divide the next update by almost nothing.
+    The lowest code is not zero: v that rounds to zero would divide the next update by almost nothing. A NaN takes the
+    largest or the lowest code, by its sign.
     """
-    b = bits(x) & 0x7FFFFFFF
+    b = bits(x)
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666666666667) >> 23, 254) - 31, 0)
     code = maximum(minimum(b - (low << 23), 0x0FF00000) + top_bits(r, 20), 0) >> 20
     return to_uint8(code), to_uint8(low)
@@ -88,7 +80,7 @@ def e5m3_decode(codes, scale):
 @jit
 def e3m1_encode(x, r):
     """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
-    b = bits(x) & 0x7FFFFFFF
+    b = bits(x)
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333333333333333) >> 23, 254) - 7, 0)
     code = maximum(minimum(b - (low << 23), 0x03C00000) + top_bits(r, 22), 0) >> 22
     return pack(code), to_uint8(low)
@@ -105,18 +97,17 @@ def square4_encode(x, r):
     """Sign and a 3-bit code c, value (c/7)² of the block's largest magnitude, which is kept in fp32.
 
     With t = 49 |x| / max and u uniform, floor(sqrt(t - u(1-u)) + u) is sqrt(t) rounded up with the probability that
-    makes the *value* unbiased. Only the lowest cell rounds deterministically, up above 0.92 of it: dithered, a tiny m
+    makes the *value* unbiased. Only the lowest cell rounds deterministically, up from 0.92 of it: dithered, a tiny m
     would jump to code 1 beside a tiny v and explode; to nearest, m would never decay.
     """
     b = bits(x)
     magnitude = b & 0x7FFFFFFF
     largest = finite_max(magnitude)
     top = from_bits(largest)
-    factor = where(top > 1e-36, divide(49.0, top), 0.0)  # 49/top is infinite for the smallest subnormals
+    factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
     t = from_bits(minimum(magnitude, largest)) * factor
     u = to_float(top_bits(r, 24)) * 5.9604644775390625e-08
-    inside = to_int(sqrt(t - where(t < 1.0, 0.0, u * (1.0 - u))) + u)
-    code = minimum(where(t < 1.0, where(t > 0.92, 1, 0), inside), 7)
+    code = minimum(to_int(where(t < 1.0, t + 0.08, sqrt(t - u * (1.0 - u)) + u)), 7)
     return pack(code | ((b >> 28) & 8)), top
 
 

@@ -140,9 +140,13 @@ def divide(a, b):
 
 
 @jit
-def block_max(x):
-    """Largest int32 of each block: ``[blocks, 32]`` to ``[blocks, 1]``."""
-    return tl.max(x, axis=1, keep_dims=True)
+def finite_max(b):
+    """Bits of the largest finite magnitude of each block ``[blocks, 1]``, from bits ``[blocks, 32]`` without signs.
+
+    Adding one exponent step carries infinities and NaNs, and nothing else, into the sign, where they lose to all others.
+    """
+    largest = tl.max(b + 0x00800000, axis=1, keep_dims=True)
+    return tl.maximum(largest, 0x00800000) - 0x00800000
 
 
 @jit
@@ -167,6 +171,19 @@ def _unpack(codes):
     return torch.stack((b & 15, b >> 4), dim=-1).reshape(codes.shape[0], BLOCK)
 
 
+def _finite_max(b):
+    # as floats: inductor reduces fp32 vectors in registers, but int32 ones element by element
+    x = b.view(torch.float32)
+    return torch.where(x < float("inf"), x, 0.0).amax(dim=1, keepdim=True).view(torch.int32)
+
+
+def _sqrt(x):
+    # torch's own on CPUs may be MKL's, which is an ulp off in a fifth of all values; compiled code uses the processor's
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.sqrt(x)
+    return x.double().sqrt_().float()
+
+
 TORCH = {
     "bits": lambda x: x.view(torch.int32),
     "from_bits": lambda b: b.view(torch.float32),
@@ -183,9 +200,9 @@ TORCH = {
     "where": torch.where,
     "minimum": lambda a, b: a.clamp(max=b) if isinstance(b, int) else torch.minimum(a, b),
     "maximum": lambda a, b: a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b),
-    "sqrt": torch.sqrt,
+    "sqrt": _sqrt,
     "divide": lambda a, b: a / b,
-    "block_max": lambda x: x.amax(dim=1, keepdim=True),
+    "finite_max": _finite_max,
     "top_bits": lambda r, count: (r >> (32 - count)) & ((1 << count) - 1),
     "pack": lambda codes: (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8),
     "unpack": _unpack,

@@ -8,7 +8,6 @@ import types
 import torch
 
 from lowbit.backends.eager import updater as eager_updater
-from lowbit.ops import BLOCK
 
 CPU_PIECE = 1 << 18  # elements; the new moments wait in fp32 for their block's maximum, in cache if the piece is small
 DEVICE_PIECE = 1 << 30  # whole parameters in practice
@@ -22,9 +21,7 @@ def updater(rule, format, weights, dtypes):
     """As :func:`lowbit.backends.eager.updater`, but scalars are one tensor: a new value compiles nothing."""
     update = eager_updater(rule, format, weights)
 
-
-    def step(p, low, g, m_codes, m_scale, v_codes, v_scale, first, dither, scalars):
-        lanes = torch.arange(BLOCK, dtype=torch.int32, device=p.device)
+    def step(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, scalars):
         update(p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, scalars.unbind(0))
 
     # torch.compile counts recompilations by code object, so each combination of formats gets one of its own
@@ -34,8 +31,8 @@ def updater(rule, format, weights, dtypes):
     step = torch.compile(step, fullgraph=True)
 
     def call(*arguments):
-        *tiles, _, dither, scalars = arguments
-        step(*[x if x is None else _any_length(x) for x in tiles], dither, scalars)
+        *tiles, lanes, dither, scalars = arguments
+        step(*[x if x is None else _any_length(x) for x in tiles], lanes, dither, scalars)
 
     return call
 

@@ -1,0 +1,279 @@
+"""Time and memory of one optimizer step, ours beside the others, each in a process of its own with fresh caches.
+
+    python benchmarks/step.py                                  # 64 M bf16 parameters on this machine's CPU
+    python benchmarks/step.py --device cuda --shapes llama2-7b gpt2-124m --json benchmarks/results/step.json
+
+Columns: median ms of a step (on a GPU: of the device, and of the wall clock with the queue drained), bytes moved a
+second against a copy's, wall seconds of the first step with cold and with warm compile caches, bytes of state and of
+temporary memory a parameter.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # run as a script from anywhere
+
+from shapes import SHAPES  # noqa: E402
+
+LR = 1e-5
+
+
+def _torch(**options):
+    return lambda params: torch.optim.AdamW(params, lr=LR, **options)
+
+
+def _lowbit(**options):
+    def make(params):
+        import lowbit
+
+        return lowbit.AdamW(params, lr=LR, **options)
+
+    return make
+
+
+def _bitsandbytes(params):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, lr=LR)
+
+
+def _torchao(name, **options):
+    def make(params):
+        import torchao.optim
+
+        return getattr(torchao.optim, name)(params, lr=LR, **options)
+
+    return make
+
+
+def _flashoptim(**options):
+    def make(params):
+        import flashoptim
+
+        return flashoptim.FlashAdamW(params, lr=LR, **options)
+
+    return make
+
+
+def _optimi(params):
+    import optimi
+
+    return optimi.AdamW(params, lr=LR, triton=params[0].is_cuda)
+
+
+OPTIMIZERS = {
+    "torch-fused": _torch(fused=True),
+    "torch-foreach": _torch(foreach=True),
+    "bitsandbytes-8bit": _bitsandbytes,
+    "torchao-8bit": _torchao("AdamW8bit"),
+    "torchao-4bit": _torchao("AdamW4bit"),
+    "torchao-fp8": _torchao("AdamWFp8"),
+    "flashoptim": _flashoptim(master_weight_bits=None),
+    "flashoptim-24bit": _flashoptim(master_weight_bits=24),
+    "optimi-kahan": _optimi,
+    "8bit": _lowbit(),
+    "8bit-eager": _lowbit(backend="eager"),
+    "8bit-compiled": _lowbit(backend="compiled"),
+    "4bit": _lowbit(state="4bit"),
+    "4bit-eager": _lowbit(state="4bit", backend="eager"),
+    "4bit-compiled": _lowbit(state="4bit", backend="compiled"),
+    "12bit": _lowbit(state="12bit"),
+    "bf16": _lowbit(state="bf16"),
+    "8bit+nearest": _lowbit(weights="nearest"),
+    "8bit+24bit": _lowbit(weights="24bit"),
+    "8bit+32bit": _lowbit(weights="32bit"),
+}
+ON_CPU = (
+    "torch-fused",
+    "bitsandbytes-8bit",
+    "torchao-8bit",
+    "8bit-eager",
+    "8bit-compiled",
+    "4bit-eager",
+    "4bit-compiled",
+)
+ON_GPU = tuple(name for name in OPTIMIZERS if not name.endswith(("-eager", "-compiled")))
+
+
+def drain(device):
+    """Wait for all queued work of a device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_parameters(shapes, device, dtype):
+    """Parameters with gradients, the same in every process."""
+    torch.manual_seed(0)
+    params = []
+    for shape in shapes:
+        p = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device).normal_(std=0.02))
+        p.grad = torch.empty_like(p).normal_(std=1e-3)
+        params.append(p)
+    return params
+
+
+def state_bytes(optimizer):
+    """Bytes of all tensors of the state, those inside tensor subclasses too."""
+
+    def inner(x):
+        if hasattr(x, "__tensor_flatten__"):
+            return sum(inner(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+        return x.numel() * x.element_size()
+
+    return sum(inner(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))
+
+
+def time_steps(optimizer, device, repeats, seconds):
+    """Device and wall milliseconds of steps, each timed alone; on a CPU they are the same."""
+    on_device, wall = [], []
+    end = time.perf_counter() + seconds
+    while len(wall) < 3 or (len(wall) < repeats and time.perf_counter() < end):
+        drain(device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device == "cuda" else None
+        start = time.perf_counter()
+        if events:
+            events[0].record()
+        optimizer.step()
+        if events:
+            events[1].record()
+        drain(device)
+        wall.append((time.perf_counter() - start) * 1e3)
+        on_device.append(events[0].elapsed_time(events[1]) if events else wall[-1])
+    return on_device, wall
+
+
+def measure(name, shapes, device, dtype, repeats, seconds):
+    """Everything about one optimizer, in this process."""
+    params = make_parameters(SHAPES[shapes], device, dtype)
+    numel = sum(p.numel() for p in params)
+    optimizer = OPTIMIZERS[name](params)
+    drain(device)
+    start = time.perf_counter()
+    optimizer.step()
+    drain(device)
+    result = {"first_step_s": time.perf_counter() - start, "params": numel}
+    for _ in range(2):
+        optimizer.step()
+    if device == "cuda":
+        drain(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        drain(device)
+        result["temporary_bytes"] = (torch.cuda.max_memory_allocated() - before) / numel
+    on_device, wall = time_steps(optimizer, device, repeats, seconds)
+    result.update(ms=statistics.median(on_device), wall_ms=statistics.median(wall), fastest_ms=min(on_device))
+    result.update(steps=len(wall), state_bytes=state_bytes(optimizer) / numel)
+    return result
+
+
+def copy_speed(device):
+    """Bytes read and written a second by a large device copy, the best of ten; the speed that no step can beat."""
+    x = torch.empty(1 << 31 if device == "cuda" else 1 << 28, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    best = math.inf
+    for _ in range(10):
+        drain(device)
+        start = time.perf_counter()
+        y.copy_(x)
+        drain(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * x.numel() / best
+
+
+def in_process(name, shapes, arguments, caches):
+    """Run :func:`measure` in a fresh process; a failure is a result with its reason."""
+    command = [sys.executable, __file__, "--worker", name, "--shapes", shapes, "--device", arguments.device]
+    command += ["--dtype", arguments.dtype, "--repeats", str(arguments.repeats), "--seconds", str(arguments.seconds)]
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+    }
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=arguments.limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {arguments.limit} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def row(result, speed):
+    """A line of the table."""
+    if "failed" in result:
+        return f"{result['name']:20} failed: {result['failed']}"
+    share = result["moved_bytes"] / (result["ms"] * 1e-3) / speed
+    return (
+        f"{result['name']:20}{result['ms']:10.2f}{result['wall_ms']:10.2f}{share:8.0%}{result['first_step_s']:10.2f}"
+        f"{result.get('warm_first_step_s', math.nan):10.2f}{result['state_bytes']:9.3f}"
+        f"{result.get('temporary_bytes', math.nan):9.3f}"
+    )
+
+
+def run_all(arguments):
+    """Every optimizer on every list of shapes; prints as it goes and returns the results."""
+    from machine import machine
+
+    speed = copy_speed(arguments.device)
+    report = {"machine": machine(), "copy_bytes_per_s": speed, "dtype": arguments.dtype, "results": []}
+    names = arguments.optimizers or (ON_GPU if arguments.device == "cuda" else ON_CPU)
+    itemsize = getattr(torch, arguments.dtype).itemsize
+    for shapes in arguments.shapes:
+        numel = sum(math.prod(shape) for shape in SHAPES[shapes])
+        print(f"\n{shapes}: {numel / 1e6:.1f} M {arguments.dtype} parameters, copy {speed / 1e9:.0f} GB/s")
+        print(
+            f"{'optimizer':20}{'ms':>10}{'wall ms':>10}{'of copy':>8}{'first s':>10}{'warm s':>10}{'state B':>9}{'temp B':>9}"
+        )
+        for name in names:
+            with tempfile.TemporaryDirectory() as caches:
+                result = in_process(name, shapes, arguments, caches)
+                if arguments.warm and "failed" not in result:
+                    result["warm_first_step_s"] = in_process(name, shapes, arguments, caches).get(
+                        "first_step_s", math.nan
+                    )
+            if "failed" not in result:
+                result["moved_bytes"] = numel * (3 * itemsize + 2 * result["state_bytes"])
+            report["results"].append({"shapes": shapes, "name": name, **result})
+            print(row(report["results"][-1], speed), flush=True)
+            if arguments.json:
+                Path(arguments.json).write_text(json.dumps(report, indent=1))
+    return report
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--shapes", nargs="+", default=["64m"], choices=SHAPES)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--repeats", type=int, default=30, help="steps timed")
+    parser.add_argument("--seconds", type=float, default=20, help="stop timing after this long")
+    parser.add_argument("--limit", type=float, default=900, help="seconds after which an optimizer is given up")
+    parser.add_argument("--warm", action="store_true", help="also time the first step with warm compile caches")
+    parser.add_argument("--json", help="write the results here")
+    parser.add_argument("--worker", choices=OPTIMIZERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        dtype = getattr(torch, arguments.dtype)
+        result = measure(
+            arguments.worker, arguments.shapes[0], arguments.device, dtype, arguments.repeats, arguments.seconds
+        )
+        print(json.dumps(result))
+    else:
+        run_all(arguments)
+
+
+if __name__ == "__main__":
+    main()
