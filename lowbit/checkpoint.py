@@ -60,7 +60,7 @@ def _parts(state_dict):
                 "upgrade lowbit"
             )
         if group.get("amsgrad"):
-            raise ValueError("the state dict is of an optimizer with amsgrad=True, whose third moment has no place here")
+            raise ValueError("the state dict comes from amsgrad=True, whose third moment has no place here")
     return state_dict["param_groups"], state_dict["state"]
 
 

@@ -25,6 +25,7 @@ from lowbit.ops import (
     pack,
     signed,
     sqrt,
+    tl,  # noqa: F401  Triton's interpreter looks for it in the module of a formula
     to_float,
     to_int,
     to_uint8,
@@ -39,12 +40,12 @@ def e4m3_encode(x, r):
     """Sign, 4 exponent and 3 mantissa bits, with subnormals and zero; 0x7F, NaN in OCP E4M3, is not used.
 
     Multiplying by a power of two puts the top binade at biased exponent 15, so that the kept bits are bits 20 to 26 and
-    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value: the largest code is
-    7/8 of a binade's end, and a value above it could never round up.
+    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value (of the fp32 below 8/7, so
+    that the largest code itself stays): that code is 7/8 of a binade's end, and a value above could never round up.
     """
     b = bits(x)
     magnitude = b & 0x7FFFFFFF
-    e = minimum(bits(from_bits(finite_max(magnitude)) * 1.1428571428571428) >> 23, 253)
+    e = minimum(bits(from_bits(finite_max(magnitude)) * 1.1428570747375488) >> 23, 253)
     # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
     y = bits(from_bits(magnitude) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
     code = (minimum(y, 0x07E00000) + top_bits(r, 20)) >> 20
@@ -66,7 +67,7 @@ def e5m3_encode(x, r):
     largest or the lowest code, by its sign.
     """
     b = bits(x)
-    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666666666667) >> 23, 254) - 31, 0)
+    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666030883789) >> 23, 254) - 31, 0)
     code = maximum(minimum(b - (low << 23), 0x0FF00000) + top_bits(r, 20), 0) >> 20
     return to_uint8(code), to_uint8(low)
 
@@ -81,7 +82,7 @@ def e5m3_decode(codes, scale):
 def e3m1_encode(x, r):
     """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
     b = bits(x)
-    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333333333333333) >> 23, 254) - 7, 0)
+    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333332538604736) >> 23, 254) - 7, 0)
     code = maximum(minimum(b - (low << 23), 0x03C00000) + top_bits(r, 22), 0) >> 22
     return pack(code), to_uint8(low)
 
@@ -97,8 +98,8 @@ def square4_encode(x, r):
     """Sign and a 3-bit code c, value (c/7)² of the block's largest magnitude, which is kept in fp32.
 
     With t = 49 |x| / max and u uniform, floor(sqrt(t - u(1-u)) + u) is sqrt(t) rounded up with the probability that
-    makes the *value* unbiased. Only the lowest cell rounds deterministically, up from 0.92 of it: dithered, a tiny m
-    would jump to code 1 beside a tiny v and explode; to nearest, m would never decay.
+    makes the *value* unbiased. The lowest cell rounds up in its last 0.08 only: dithered all over, a tiny m would jump
+    to code 1 beside a tiny v and explode; to nearest, or at any fixed threshold below beta1, m would never decay.
     """
     b = bits(x)
     magnitude = b & 0x7FFFFFFF
@@ -107,7 +108,7 @@ def square4_encode(x, r):
     factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
     t = from_bits(minimum(magnitude, largest)) * factor
     u = to_float(top_bits(r, 24)) * 5.9604644775390625e-08
-    code = minimum(to_int(where(t < 1.0, t + 0.08, sqrt(t - u * (1.0 - u)) + u)), 7)
+    code = minimum(to_int(where(t < 1.0, t + 0.08 * u, sqrt(t - u * (1.0 - u)) + u)), 7)
     return pack(code | ((b >> 28) & 8)), top
 
 
@@ -122,7 +123,7 @@ def square4_decode(codes, scale):
 
 @jit
 def quiet(b):
-    """Bits with every NaN made the one quiet NaN, so that adding below cannot carry it into the sign."""
+    """Bits without sign, every NaN that arithmetic makes (a quiet one) the first, so that adding keeps it one."""
     return minimum(b & 0x7FFFFFFF, 0x7FC00000)
 
 

@@ -1,14 +1,14 @@
 """Rounding bits from a counter.
 
-The bits of an element at a step are ``frac(h(seed, parameter, element) + step * phi)`` in 32-bit integers, phi the golden
-ratio: over the steps of one element the most even sequence there is (an additive recurrence, Weyl 1916), so rounding
+The bits of an element at a step are ``frac(h(seed, parameter, element) + step * phi)`` in 32-bit integers, phi the
+golden ratio: over the steps of one element the most even sequence there is (an additive recurrence, Weyl 1916), so rounding
 is unbiased like with random numbers and its sum strays less. No generator and no state: the same on every replica, at
 any sharding, on any backend, after a resume. ``element`` is the index in the whole, unsharded tensor.
 """
 
 import hashlib
 
-from lowbit.ops import jit
+from lowbit.ops import jit, tl  # noqa: F401  Triton's interpreter looks for tl in the module of a formula
 
 PHI = 0x9E3779B9  # 2^32 over the golden ratio; all 32 bits count
 

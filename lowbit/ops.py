@@ -143,7 +143,7 @@ def divide(a, b):
 def finite_max(b):
     """Bits of the largest finite magnitude of each block ``[blocks, 1]``, from bits ``[blocks, 32]`` without signs.
 
-    Adding one exponent step carries infinities and NaNs, and nothing else, into the sign, where they lose to all others.
+    Adding an exponent step carries infinities and NaNs, and nothing else, into the sign, where they lose to all others.
     """
     largest = tl.max(b + 0x00800000, axis=1, keep_dims=True)
     return tl.maximum(largest, 0x00800000) - 0x00800000

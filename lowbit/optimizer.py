@@ -113,8 +113,8 @@ class Optimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     if p.grad.layout != torch.strided:
                         raise RuntimeError(
-                            f"the gradient of {parameter_name(group, group_number, p)} is sparse, which lowbit does not "
-                            "support: make it dense (nn.Embedding(sparse=False)) or give it to torch.optim.SparseAdam"
+                            f"the gradient of {parameter_name(group, group_number, p)} is sparse, which lowbit does not support: "
+                            "make it dense (nn.Embedding(sparse=False)) or give it to torch.optim.SparseAdam"
                         )
                     yield number, group_number, group, p
                 number += 1

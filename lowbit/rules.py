@@ -6,7 +6,7 @@ moments. The scalars are computed once a step, in float64, by :func:`scalars`.
 
 import math
 
-from lowbit.ops import divide, jit, sqrt
+from lowbit.ops import divide, jit, sqrt, tl  # noqa: F401  Triton's interpreter looks for tl in the module of a formula
 
 
 @jit

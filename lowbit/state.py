@@ -42,7 +42,7 @@ def decode(layout, state):
 
 
 def encode(layout, exp_avg, exp_avg_sq):
-    """State tensors of a layout from fp32 moments, rounded to nearest; ``step`` and ``weight_low`` are not among them."""
+    """State tensors of a layout from fp32 moments, rounded to nearest, without ``step`` and ``weight_low``."""
     rows, width = layout.grid
     state = {}
     for (name, codec), x in zip(_moments(layout), (exp_avg, exp_avg_sq), strict=True):

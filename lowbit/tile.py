@@ -1,7 +1,7 @@
 """The step of one tile, the same source for torch and Triton: decode, apply the rule, encode."""
 
 from lowbit.dither import m_bits, v_bits, w_bits
-from lowbit.ops import jit, to_float, tl
+from lowbit.ops import jit, tl, to_float
 
 _constexpr = tl.constexpr if tl is not None else object
 
@@ -16,8 +16,8 @@ def step_tile(
     """Parameter, gradient and state of ``[blocks, 32]`` elements one step on.
 
     ``first`` ``[blocks, 1]`` holds the number of each block's first element in its tensor plus the parameter's offset,
-    ``lanes`` is 0 … 31, ``dither`` the step's offset (:mod:`lowbit.dither`); ``gradient_factor`` multiplies the gradient
-    (-1 to maximize).
+    ``lanes`` is 0 … 31, ``dither`` the step's offset (:mod:`lowbit.dither`); ``gradient_factor`` multiplies the
+    gradient (-1 to maximize).
     """
     w = W_DECODE(p, low)
     m = M_DECODE(m_codes, m_scale)

@@ -17,6 +17,7 @@ from lowbit.ops import (
     from_bits,
     jit,
     minimum,
+    tl,  # noqa: F401  Triton's interpreter looks for it in the module of a formula
     to_bf16,
     to_float,
     to_fp16,

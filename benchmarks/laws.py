@@ -1,0 +1,140 @@
+"""The laws of the dynamics: what a low-bit optimizer may do to its moments, measured on ours and on others.
+
+``python benchmarks/laws.py`` prints one table, a law a row and an optimizer a column, each through its own ``step()``.
+Exit code 1 if one of ours breaks a law. The laws are also assertions in ``tests/test_dynamics.py``.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import rich
+import scenarios
+import torch
+import typer
+from limits import ANY, LAWS, STATES, ours
+from rich.progress import track
+from rich.table import Table
+
+
+def _bitsandbytes(params, **options):
+    import bitsandbytes
+
+    return bitsandbytes.optim.AdamW8bit(params, weight_decay=0.0, **options)
+
+
+def _torchao(name):
+    def make(params, **options):
+        import torchao.optim
+
+        return getattr(torchao.optim, name)(params, weight_decay=0.0, **options)
+
+    return make
+
+
+def _flashoptim(params, **options):
+    import flashoptim
+
+    return flashoptim.FlashAdamW(params, weight_decay=0.0, master_weight_bits=None, **options)
+
+
+PEERS = {
+    "bitsandbytes-8bit": _bitsandbytes,
+    "torchao-8bit": _torchao("AdamW8bit"),
+    "torchao-4bit": _torchao("AdamW4bit"),
+    "torchao-fp8": _torchao("AdamWFp8"),
+    "flashoptim": _flashoptim,
+}
+NAMES = (*STATES, *PEERS)
+
+
+def measure(name, backend, device, shape):
+    """All laws of one optimizer: their numbers, whether each holds (None for others), or the error that stopped it."""
+    found, cache, start = {"values": [], "holds": []}, {}, time.perf_counter()
+    make = PEERS[name] if name in PEERS else ours(name, backend)
+    # torchao compiles its step: minutes of it, for the same numbers
+    stance = "force_eager" if name in PEERS else "default"
+    for law in LAWS:
+        try:
+            with torch.compiler.set_stance(stance):
+                numbers = law.measure(make, device, shape, cache)
+        except Exception as error:  # another library that can't run here
+            if name not in PEERS:
+                raise
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        value = numbers[law.key]
+        low, high = law.limits(name, numbers)
+        found["values"].append(value)
+        found["holds"].append(bool(low <= value <= high) if name not in PEERS else None)
+    return found | {"seconds": time.perf_counter() - start}
+
+
+def table(results):
+    """The table of laws; a law that is broken says FAIL."""
+    grid = Table("law", "8bit must", "4bit must", *results, title="Laws of the dynamics")
+    marks = {True: "[green]ok[/]", False: "[red]FAIL[/]", None: ""}
+    for row, law in enumerate(LAWS):
+        cells = []
+        for found in results.values():
+            shown = "–" if "error" in found else f"{found['values'][row]:.3g} {marks[found['holds'][row]]}"
+            cells.append(shown)
+        suffix = " × exact" if law.unit else ""
+        grid.add_row(law.title, _range(law.must_8bit) + suffix, _range(law.must_4bit) + suffix, *cells)
+    return grid
+
+
+def _range(limits):
+    low, high = limits
+    if high == ANY:
+        return f"≥ {low:g}"
+    return f"≤ {high:g}" if low == 0 else f"{low:g} … {high:g}" if high - low > 1e-3 else f"{(low + high) / 2:g} ± 1e-5"
+
+
+def write_json(path, results, device):
+    """The numbers with the machine and versions that they were measured on."""
+    from lowbit.bench.machine import machine, versions
+
+    laws = [
+        {"title": law.title, "must_8bit": _range(law.must_8bit), "must_4bit": _range(law.must_4bit)} for law in LAWS
+    ]
+    report = {"machine": machine(device), "versions": versions(), "laws": laws, "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def main(
+    optimizers: Annotated[str | None, typer.Option(help=f"Names separated by commas: {', '.join(NAMES)}.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or any other device of torch.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="Of ours: auto, eager or compiled.")] = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Half as many elements; without --optimizers, only ours.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+):
+    """Print the table of laws; exit code 1 if one of ours breaks one."""
+    names = STATES if quick else NAMES
+    if optimizers is not None:
+        names = [name.strip() for name in optimizers.split(",")]
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise typer.BadParameter(f"unknown optimizers {unknown}: choose from {', '.join(NAMES)}")
+    try:
+        place = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise typer.BadParameter(f"no device {device!r} here: {str(error).splitlines()[0]}") from None
+    shape = (16, 256) if quick else scenarios.SHAPE
+    results = {name: measure(name, backend, place, shape) for name in track(names, "measuring")}
+    rich.print(table(results))
+    for name, found in results.items():
+        if "error" in found:
+            rich.print(f"{name} did not run: {found['error']}")
+    if json_file:
+        write_json(json_file, results, place)
+        rich.print(f"numbers written to {json_file}")
+    if any(False in found.get("holds", ()) for found in results.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
