@@ -40,8 +40,8 @@ def e4m3_encode(x, r):
     """Sign, 4 exponent and 3 mantissa bits, with subnormals and zero; 0x7F, NaN in OCP E4M3, is not used.
 
     Multiplying by a power of two puts the top binade at biased exponent 15, so that the kept bits are bits 20 to 26 and
-    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value (of the fp32 below 8/7, so
-    that the largest code itself stays): that code is 7/8 of a binade's end, and a value above could never round up.
+    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value (the fp32 below
+    8/7: the largest code keeps its place), for that code is 7/8 of a binade's end, and what is above never rounds up.
     """
     b = bits(x)
     magnitude = b & 0x7FFFFFFF

@@ -1,9 +1,9 @@
 """Rounding bits from a counter.
 
 The bits of an element at a step are ``frac(h(seed, parameter, element) + step * phi)`` in 32-bit integers, phi the
-golden ratio: over the steps of one element the most even sequence there is (an additive recurrence, Weyl 1916), so rounding
-is unbiased like with random numbers and its sum strays less. No generator and no state: the same on every replica, at
-any sharding, on any backend, after a resume. ``element`` is the index in the whole, unsharded tensor.
+golden ratio: over the steps of one element the most even sequence there is (an additive recurrence, Weyl 1916), so
+rounding is unbiased like with random numbers and its sum strays less. No generator and no state: the same on every
+replica, at any sharding, on any backend, after a resume. ``element`` is the index in the whole, unsharded tensor.
 """
 
 import hashlib

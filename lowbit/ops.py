@@ -9,6 +9,7 @@ Tensors in formulas are tiles of shape ``[blocks, 32]`` (a scale is ``[blocks, 1
 
 import builtins
 import functools
+import os
 import types
 
 import torch
@@ -19,7 +20,12 @@ try:
 except ImportError:  # Triton comes with torch on GPUs; without it every formula serves torch alone
     triton = tl = None
 
-_constexpr = tl.constexpr if tl is not None else object
+constexpr = tl.constexpr if tl is not None else bool
+# NVIDIA's approximate root and reciprocal: Triton's exact ones take a dozen instructions each. The interpreter and
+# other GPUs take the portable, correctly rounded form.
+_interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = constexpr(_interpreted)
+APPROXIMATE = constexpr(torch.version.cuda is not None and not _interpreted)
 BLOCK = 32  # elements that share a scale
 
 
@@ -82,7 +88,13 @@ def signed(x):
 @jit
 def to_bf16(x):
     """fp32 rounded to the nearest bf16, ties to even."""
-    return x.to(tl.bfloat16)
+    if INTERPRETED:  # the interpreter's own cast cuts off
+        b = x.to(tl.int32, bitcast=True)
+        return (
+            (tl.where(x != x, 0x7FC0, (b + 0x7FFF + ((b >> 16) & 1)) >> 16)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        )
+    else:
+        return x.to(tl.bfloat16)
 
 
 @jit
@@ -104,7 +116,7 @@ def fp16_from_bits(b):
 
 
 @jit
-def top_bits(r, count: _constexpr):
+def top_bits(r, count: constexpr):
     """The upper ``count`` bits of int32 ``r``, as an integer from 0."""
     return (r.to(tl.uint32, bitcast=True) >> (32 - count)).to(tl.int32, bitcast=True)
 
@@ -129,14 +141,33 @@ def maximum(a, b):
 
 @jit
 def sqrt(x):
-    """Square root, correctly rounded."""
-    return tl.sqrt_rn(x)
+    """Square root of fp32, correctly rounded, or within an ulp where the hardware has a quick one."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.sqrt_rn(x)
 
 
 @jit
 def divide(a, b):
-    """Quotient, correctly rounded."""
-    return tl.div_rn(a, b)
+    """Quotient of fp32, correctly rounded, or within two ulp where the hardware has a quick reciprocal."""
+    if APPROXIMATE:
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, is_pure=True, pack=1)
+        return a * r
+    else:
+        return tl.div_rn(a, b)
+
+
+@jit
+def exp(x):
+    """Exponential, of float64."""
+    return tl.exp(x)
+
+
+@jit
+def log(x):
+    """Natural logarithm, of float64."""
+    return tl.log(x)
 
 
 @jit
@@ -202,6 +233,8 @@ TORCH = {
     "maximum": lambda a, b: a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b),
     "sqrt": _sqrt,
     "divide": lambda a, b: a / b,
+    "exp": torch.exp,
+    "log": torch.log,
     "finite_max": _finite_max,
     "top_bits": lambda r, count: (r >> (32 - count)) & ((1 << count) - 1),
     "pack": lambda codes: (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8),

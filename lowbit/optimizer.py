@@ -6,6 +6,7 @@ import torch
 
 from lowbit import checkpoint, rules
 from lowbit.backends import BACKENDS, Backend, Scalars
+from lowbit.backends.tables import Table
 from lowbit.dither import parameter_offset
 from lowbit.options import check_group, check_parameters, parameter_name
 from lowbit.plan import plan
@@ -23,6 +24,7 @@ class Optimizer(torch.optim.Optimizer):
 
     rule = rules.adamw
     decoupled = True  # weight decay outside the gradient
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler: unscaling and skipping are part of the step
 
     def __init__(self, params, *, backend="auto", **defaults):
         if backend not in BACKENDS:
@@ -34,6 +36,8 @@ class Optimizer(torch.optim.Optimizer):
     def _setup(self, backend):
         self._backend = Backend(backend)
         self._layouts = {}  # parameter -> the layout its state is in
+        self._tables = {}  # device -> the table through which a kernel steps all its parameters
+        self._tabled = False  # whether every parameter is on such a device
 
     def __getstate__(self):
         return {**super().__getstate__(), "backend": self._backend.name}
@@ -90,46 +94,77 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = list(self._with_gradient())
-        sizes = self._elements_by_device(work)
-        scalars = {}
-        for number, group_number, group, p in work:
-            state = self._state(p, group)
-            state["step"] += 1
-            step = int(state["step"].item())
-            key = (group_number, step)
-            if key not in scalars:
-                scalars[key] = self._scalars(group, step)
-            kind = self._backend.choose(p.device, sizes[p.device])
-            offset = parameter_offset(group["seed"], number)
-            self._backend.step(kind, type(self).rule, self._layouts[p], p, p.grad, state, offset, scalars[key])
+        stale = [device for device, table in self._tables.items() if not table.serves(self.param_groups)]
+        if stale or not self._tabled:
+            self._scan(stale)
+        for device, table in self._tables.items():
+            table.step(self.param_groups, *(x if x is None else x.to(device) for x in self._scaler()))
         return loss
 
-    def _with_gradient(self):
-        """(number of the parameter, number of its group, group, parameter), for those with a gradient."""
+    def _scaler(self):
+        """``grad_scale`` and ``found_inf``, which a GradScaler leaves here for the step; None without one."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+
+    def _scan(self, stale):
+        """Step the parameters that are served one by one, and make the tables of the devices that have kernels."""
+        for device in stale:
+            del self._tables[device]
+        devices = {}
+        for item in self._numbered():
+            devices.setdefault(item[-1].device, []).append(item)
+        self._tabled = True
+        for device, items in devices.items():
+            kind = self._backend.choose(device, sum(p.numel() for *_, p in items))
+            if kind != "triton":
+                self._tabled = False
+                self._step_each(kind, items)
+            elif device not in self._tables:
+                self._tables[device] = self._table(device, items)
+
+    def _table(self, device, items):
+        work = [(*item, self._layouts_of(item), self.state[item[-1]]) for item in self._with_gradient(items)]
+        others = [p for *_, p in items if p.grad is None]
+        return Table(device, type(self).rule, self.decoupled, work, others, self.param_groups)
+
+    def _layouts_of(self, item):
+        _, _, group, p = item
+        self._state(p, group)
+        return self._layouts[p]
+
+    def _step_each(self, kind, items):
+        """The step of the eager and compiled backends, one parameter after another."""
+        grad_scale, found_inf = self._scaler()
+        if found_inf is not None and found_inf.item():
+            return
+        scalars = {}
+        for number, group_number, group, p in self._with_gradient(items):
+            state = self._state(p, group)
+            state["step"] += 1
+            key = (group_number, int(state["step"].item()))
+            if key not in scalars:
+                scalars[key] = Scalars(group, key[1], self.decoupled, grad_scale)
+            offset = parameter_offset(group["seed"], number)
+            self._backend.step(kind, type(self).rule, self._layouts[p], p, p.grad, state, offset, scalars[key])
+
+    def _numbered(self):
+        """(number of the parameter, number of its group, group, parameter) of all parameters."""
         number = 0
         for group_number, group in enumerate(self.param_groups):
             for p in group["params"]:
-                if p.grad is not None:
-                    if p.grad.layout != torch.strided:
-                        raise RuntimeError(
-                            f"the gradient of {parameter_name(group, group_number, p)} is sparse, which lowbit does not support: "
-                            "make it dense (nn.Embedding(sparse=False)) or give it to torch.optim.SparseAdam"
-                        )
-                    yield number, group_number, group, p
+                yield number, group_number, group, p
                 number += 1
 
-    def _elements_by_device(self, work):
-        sizes = {}
-        for *_, p in work:
-            sizes[p.device] = sizes.get(p.device, 0) + p.numel()
-        return sizes
-
-    def _scalars(self, group, step):
-        values = rules.scalars(
-            self.decoupled, step, group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        )  # fmt: skip
-        return Scalars(step, -1.0 if group["maximize"] else 1.0, values)
+    def _with_gradient(self, items):
+        """Those of :meth:`_numbered` that have a gradient."""
+        for item in items:
+            _, group_number, group, p = item
+            if p.grad is not None:
+                if p.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"the gradient of {parameter_name(group, group_number, p)} is sparse, which lowbit does not "
+                        "support: make it dense (nn.Embedding(sparse=False)) or give it to torch.optim.SparseAdam"
+                    )
+                yield item
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict):
@@ -147,6 +182,8 @@ class Optimizer(torch.optim.Optimizer):
             group.update(new)
         self.state.clear()
         self._layouts.clear()
+        self._tables.clear()
+        self._tabled = False
         for p, (layout, state) in states.items():
             self.state[p], self._layouts[p] = state, layout
         for hook in self._optimizer_load_state_dict_post_hooks.values():

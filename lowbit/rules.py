@@ -1,12 +1,10 @@
 """The mathematics of each optimizer on fp32 values: pure functions, one of them a rule.
 
 A rule takes the weight, the gradient, the two moments and the scalars of the step, and returns the new weight and
-moments. The scalars are computed once a step, in float64, by :func:`scalars`.
+moments. The scalars of a step come from :func:`scalars`.
 """
 
-import math
-
-from lowbit.ops import divide, jit, sqrt, tl  # noqa: F401  Triton's interpreter looks for tl in the module of a formula
+from lowbit.ops import constexpr, divide, exp, jit, log, sqrt, tl  # noqa: F401  the interpreter looks for tl here
 
 
 @jit
@@ -28,17 +26,10 @@ def adam(w, g, m, v, beta1, rest1, beta2, rest2, step_size, bias2, eps, decay):
     return adamw(w, g + w * decay, m, v, beta1, rest1, beta2, rest2, step_size, bias2, eps, 0.0)
 
 
-def scalars(decoupled, step, lr, betas, eps, weight_decay):
-    """The eight scalars of a rule for step number ``step``, counted from 1; ``decoupled`` as in AdamW."""
-    beta1, beta2 = (float(beta) for beta in betas)
-    lr = float(lr)
-    return (
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        1 / math.sqrt(1 - beta2**step),
-        float(eps),
-        lr * float(weight_decay) if decoupled else float(weight_decay),
-    )
+@jit
+def scalars(step, lr, beta1, beta2, eps, weight_decay, DECOUPLED: constexpr):
+    """The eight scalars of a rule, float64, for step number ``step``, counted from 1; ``DECOUPLED`` as in AdamW."""
+    step_size = lr / (1.0 - exp(step * log(beta1)))
+    bias2 = exp(-0.5 * log(1.0 - exp(step * log(beta2))))
+    decay = lr * weight_decay if DECOUPLED else weight_decay
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, bias2, eps, decay

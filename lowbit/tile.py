@@ -1,17 +1,15 @@
 """The step of one tile, the same source for torch and Triton: decode, apply the rule, encode."""
 
 from lowbit.dither import m_bits, v_bits, w_bits
-from lowbit.ops import jit, tl, to_float
-
-_constexpr = tl.constexpr if tl is not None else object
+from lowbit.ops import constexpr, jit, tl, to_float  # noqa: F401  the interpreter looks for tl here
 
 
 @jit
 def step_tile(
     p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, gradient_factor,
     beta1, rest1, beta2, rest2, step_size, bias2, eps, decay,
-    RULE: _constexpr, M_DECODE: _constexpr, M_ENCODE: _constexpr, V_DECODE: _constexpr, V_ENCODE: _constexpr,
-    W_DECODE: _constexpr, W_ENCODE: _constexpr,
+    RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
+    W_DECODE: constexpr, W_ENCODE: constexpr,
 ):  # fmt: skip
     """Parameter, gradient and state of ``[blocks, 32]`` elements one step on.
 

@@ -6,17 +6,19 @@ import torch
 
 from lowbit.backends import compiled, eager
 from lowbit.dither import step_offset
+from lowbit.ops import in_torch, tl
 from lowbit.plan import real
+from lowbit.rules import scalars
 
-BACKENDS = ("auto", "eager", "compiled")
+BACKENDS = ("auto", "eager", "compiled", "triton")
 logger = logging.getLogger("lowbit")
 
 
 class Backend:
     """The steps of an optimizer's parameters, each on its own device.
 
-    ``auto`` compiles on GPUs, and on a CPU where a C++ compiler is present and the model is large enough to repay the
-    compilation; where compiling fails it says so once and goes on with the eager backend.
+    ``auto`` takes the Triton kernel on GPUs; on a CPU it compiles where a C++ compiler is present and the model is large
+    enough to repay the compilation, and where compiling fails it says so once and goes on with the eager backend.
     """
 
     def __init__(self, name):
@@ -24,12 +26,18 @@ class Backend:
         self.chosen = {}  # device type -> "eager" or "compiled"
 
     def choose(self, device, numel):
-        """``eager`` or ``compiled`` for a device that holds ``numel`` parameter elements."""
+        """``triton``, ``compiled`` or ``eager`` for a device that holds ``numel`` parameter elements."""
         if device.type not in self.chosen:
-            worth = device.type != "cpu" or numel >= compiled.WORTH_COMPILING
-            auto = "compiled" if worth and compiled.available(device.type) else "eager"
-            self.chosen[device.type] = auto if self.name == "auto" else self.name
+            self.chosen[device.type] = self._auto(device.type, numel) if self.name == "auto" else self.name
         return self.chosen[device.type]
+
+    def _auto(self, device_type, numel):
+        if device_type != "cpu":
+            if tl is not None and device_type in ("cuda", "xpu"):
+                return "triton"
+            logger.warning("lowbit: no Triton for %s, so the step runs as plain torch operations", device_type)
+            return "eager"
+        return "compiled" if numel >= compiled.WORTH_COMPILING and compiled.available("cpu") else "eager"
 
     def step(self, kind, rule, layout, p, g, state, offset, scalars):
         """One parameter one step on, in place; ``scalars`` is the :class:`Scalars` of its group and step."""
@@ -54,10 +62,15 @@ class Backend:
 class Scalars:
     """The scalars of one group at one step, rounded to fp32: as numbers, and as tensors on each device that asks."""
 
-    def __init__(self, step, gradient_factor, rule_scalars):
-        self.dither = step_offset(step)
-        self._tensor = torch.tensor([gradient_factor, *rule_scalars], dtype=torch.float32, device="cpu")
+    def __init__(self, group, step, decoupled, grad_scale=None):
+        beta1, beta2 = group["betas"]
+        given = (step, group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        given = torch.tensor([float(x) for x in given], dtype=torch.float64, device="cpu")
+        factor = (-1.0 if group["maximize"] else 1.0) / (1.0 if grad_scale is None else float(grad_scale))
+        factor = torch.tensor(factor, dtype=torch.float64, device="cpu")
+        self._tensor = torch.stack((factor, *in_torch(scalars)(*given, decoupled))).to(torch.float32)
         self.values = self._tensor.tolist()
+        self.dither = step_offset(step)
         self._on = {}
 
     def on(self, device):

@@ -1,0 +1,189 @@
+"""The tables through which the kernel finds its tensors, and the launches of a step.
+
+A :class:`Table` serves the parameters of one device. It is built when a step first sees them, and again only when an
+address, an option or the set of parameters with a gradient changes; a steady step is a comparison of addresses and the
+launches.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from lowbit import rules
+from lowbit.backends import triton as kernels
+from lowbit.dither import PHI, parameter_offset, signed32
+from lowbit.ops import BLOCK, tl
+from lowbit.plan import real
+
+BLOCKS = 32  # blocks of 32 elements that a program steps: eight elements a thread with four warps
+SPLIT = 16  # programs that share an entry of the table of chunks
+CHUNK = BLOCKS * BLOCK
+
+_NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "weight_low")
+
+
+def _triton_dtype(dtype):
+    return None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@dataclass
+class Launch:
+    """One launch of the kernel: its compile-time parameters, its table of chunks ``[·, 3]``, its number of programs."""
+
+    constants: dict
+    chunks: torch.Tensor
+    programs: int
+
+
+class Table:
+    """Parameters of one device and their step.
+
+    ``work`` lists (number of the parameter, number of its group, group, parameter, layout, state) for every parameter
+    of the device that has a gradient; ``others`` are the parameters without one.
+    """
+
+    def __init__(self, device, rule, decoupled, work, others, groups):
+        self.device, self.rule, self.decoupled = device, rule, decoupled
+        self.params = [w[3] for w in work] + others
+        self.states = [w[5] for w in work]
+        self.options = options(groups)
+        self.copies = []  # (tensor, its contiguous copy, whether it is written back)
+        for *_, state in work:
+            state["step"] = state["step"].to(device)  # counted on the device: a step has nothing to ask the host
+        self._keep = [list(state.values()) for state in self.states]
+        rows = [self._addresses(p, state) for *_, p, _, state in work]
+        on_device = {"device": device}
+        self.addresses = torch.tensor(rows, dtype=torch.int64).to(**on_device)
+        self.steps = torch.tensor([state["step"].data_ptr() for state in self.states]).to(**on_device)
+        self.groups = torch.tensor([w[1] for w in work], dtype=torch.int32).to(**on_device)
+        numbers = [signed32(parameter_offset(group["seed"], number)) for number, _, group, *_ in work]
+        self.offsets = torch.tensor(numbers, dtype=torch.int32).to(**on_device)
+        self.shapes = torch.tensor([_shape(w[4]) for w in work], dtype=torch.int64).to(**on_device)
+        self.count = torch.tensor([len(work)], dtype=torch.int32).to(**on_device)
+        self.scalars = torch.empty(len(work), kernels.SCALARS, dtype=torch.float32, **on_device)
+        self.dithers = torch.empty(len(work), dtype=torch.int32, **on_device)
+        self.hyper = torch.empty(len(groups), kernels.HYPER, dtype=torch.float64, **on_device)
+        self.zero, self.one = (torch.tensor([x], dtype=torch.float32).to(**on_device) for x in (0.0, 1.0))
+        self.launches = list(_launches(rule, work, rows, device))
+        self.hyper_rows = None
+        self.seen = self._seen()
+
+    def _addresses(self, p, state):
+        p, g = self._contiguous(real(p), True), self._contiguous(real(p.grad), False)
+        return [x.data_ptr() if x is not None else 0 for x in (p, g, *map(state.get, _NAMES))]
+
+    def _contiguous(self, x, written):
+        if x.is_contiguous():
+            return x
+        copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.copies.append((x.detach(), copy, written))
+        return copy
+
+    def _seen(self):
+        """What must not have changed for the tables to hold."""
+        grads = [0 if (g := p.grad) is None else g.data_ptr() for p in self.params]
+        return grads, [p.data_ptr() for p in self.params], [id(state["exp_avg"]) for state in self.states]
+
+    def serves(self, groups):
+        """Whether the tables hold for the optimizer as it is now."""
+        try:
+            return options(groups) == self.options and self._seen() == self.seen
+        except (RuntimeError, KeyError):  # a sparse gradient, a state that was taken away
+            return False
+
+    def step(self, groups, grad_scale=None, found_inf=None):
+        """Launch one step; nothing waits for the device."""
+        self._update_hyper(groups)
+        grad_scale = self.one if grad_scale is None else grad_scale
+        found_inf = self.zero if found_inf is None else found_inf
+        for x, copy, _ in self.copies:
+            copy.copy_(x)
+        programs = -(-len(self.states) // kernels.LANES)
+        kernels.scalars_kernel[(programs,)](
+            self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.dithers, self.count,
+             rules.scalars, self.decoupled, signed32(PHI), kernels.SCALARS, kernels.HYPER,
+            kernels.LANES,
+        )  # fmt: skip
+        for launch in self.launches:
+            kernels.step_kernel[(launch.programs,)](
+                self.addresses, self.shapes, launch.chunks, self.scalars, self.dithers, self.offsets, found_inf,
+                **launch.constants,
+            )  # fmt: skip
+        for x, copy, written in self.copies:
+            if written:
+                x.copy_(copy)
+
+    def _update_hyper(self, groups):
+        """Bring what schedules move to the device, if it moved; a learning rate that lives there is copied there."""
+        rows = [hyper(group, self.device) for group in groups]
+        if rows != self.hyper_rows:
+            self.hyper.copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
+            self.hyper_rows = rows
+        for row, group in zip(self.hyper, groups, strict=True):
+            if _on_device(group["lr"], self.device):
+                row[0].copy_(group["lr"].reshape(()), non_blocking=True)
+
+
+def _on_device(lr, device):
+    return isinstance(lr, torch.Tensor) and lr.device.type == device.type != "cpu"
+
+
+def hyper(group, device):
+    """The row of a group in the table of hyperparameters."""
+    lr = 0.0 if _on_device(group["lr"], device) else float(group["lr"])
+    beta1, beta2 = group["betas"]
+    sign = -1.0 if group["maximize"] else 1.0
+    return lr, float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]), sign
+
+
+def options(groups):
+    """What of the groups decides the layout of states, and which parameters there are."""
+    return [
+        (*(group[name] for name in ("state", "weights", "min_numel", "seed")), list(map(id, group["params"])))
+        for group in groups
+    ]
+
+
+def _shape(layout):
+    """Width of a row, blocks of a row, all blocks: see :func:`lowbit.backends.triton.step_kernel`."""
+    rows, width = layout.grid
+    per_row = -(-width // BLOCK)
+    return width, max(per_row, 1), rows * per_row
+
+
+def _launches(rule, work, rows, device):
+    """The launches of a step: for each combination of formats and dtypes one of whole chunks, one of the rest."""
+    whole, rest = {}, {}
+    for i, (*_, p, layout, _) in enumerate(work):
+        key = (layout.format, layout.weights, real(p).dtype, p.grad.dtype if not p.is_complex() else torch.float32)
+        consecutive = layout.grid[0] == 1 and all(address % 16 == 0 for address in rows[i])
+        count = layout.numel // CHUNK if consecutive else 0
+        end = -(-_shape(layout)[2] // BLOCKS)
+        if count:
+            whole.setdefault(key, []).append((i, 0, count))
+        if count < end:
+            rest.setdefault(key, []).append((i, count, end))
+    for chunks, is_whole in ((whole, True), (rest, False)):
+        for key, spans in chunks.items():
+            entries = list(itertools.chain.from_iterable(_entries(*span) for span in spans))
+            chunks_table = torch.cat(entries).to(device)
+            yield Launch(_constants(rule, *key, is_whole), chunks_table, len(chunks_table) * SPLIT)
+
+
+def _entries(tensor, start, end):
+    """Rows of the table of chunks for chunks ``start`` … ``end`` of a tensor."""
+    first = torch.arange(start, end, SPLIT, dtype=torch.int32)
+    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT)), dim=1)
+
+
+def _constants(rule, format, weights, p_dtype, g_dtype, whole):
+    m, v = format.m, format.v
+    return {
+        "RULE": rule, "M_DECODE": m.decode, "M_ENCODE": m.encode, "V_DECODE": v.decode, "V_ENCODE": v.encode,
+        "W_DECODE": weights.decode, "W_ENCODE": weights.encode,
+        "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
+        "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
+        "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
+        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole, "num_warps": 4,
+    }  # fmt: skip
