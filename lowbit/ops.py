@@ -90,9 +90,8 @@ def to_bf16(x):
     """fp32 rounded to the nearest bf16, ties to even."""
     if INTERPRETED:  # the interpreter's own cast cuts off
         b = x.to(tl.int32, bitcast=True)
-        return (
-            (tl.where(x != x, 0x7FC0, (b + 0x7FFF + ((b >> 16) & 1)) >> 16)).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        )
+        b = tl.where(x != x, 0x7FC00000, b + 0x7FFF + ((b >> 16) & 1))
+        return (b >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(tl.bfloat16)
 

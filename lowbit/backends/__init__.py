@@ -17,8 +17,8 @@ logger = logging.getLogger("lowbit")
 class Backend:
     """The steps of an optimizer's parameters, each on its own device.
 
-    ``auto`` takes the Triton kernel on GPUs; on a CPU it compiles where a C++ compiler is present and the model is large
-    enough to repay the compilation, and where compiling fails it says so once and goes on with the eager backend.
+    ``auto`` takes the Triton kernel on GPUs; on a CPU it compiles where a C++ compiler is present and the model is
+    large enough to repay the compilation, and where compiling fails it says so once and goes on with the eager backend.
     """
 
     def __init__(self, name):
