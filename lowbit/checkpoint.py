@@ -3,6 +3,7 @@
 Everything is checked and converted before anything of the optimizer is changed.
 """
 
+import copy
 import logging
 
 import torch
@@ -53,7 +54,14 @@ def _parts(state_dict):
     if not {"state", "param_groups"} <= state_dict.keys():
         found = ", ".join(map(str, list(state_dict)[:4])) or "nothing"
         raise ValueError(f"expected an optimizer's state dict with 'state' and 'param_groups', found {found}")
-    for group in state_dict["param_groups"]:
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, list) or not all(
+        isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
+    ):
+        raise ValueError("expected 'param_groups' to be a list of dicts with 'params', as state_dict() writes it")
+    if not isinstance(states, dict) or not all(isinstance(state, dict) for state in states.values()):
+        raise ValueError("expected 'state' to be a dict of dicts of tensors, as state_dict() writes it")
+    for group in groups:
         if group.get("format_version", VERSION) > VERSION:
             raise ValueError(
                 f"the state dict is of format version {group['format_version']}, this lowbit reads up to {VERSION}: "
@@ -61,11 +69,11 @@ def _parts(state_dict):
             )
         if group.get("amsgrad"):
             raise ValueError("the state dict comes from amsgrad=True, whose third moment has no place here")
-    return state_dict["param_groups"], state_dict["state"]
+    return groups, states
 
 
 def _options(saved, group, number):
-    options = {name: value for name, value in saved.items() if name not in _OWN | _TORCH}
+    options = {name: copy.deepcopy(value) for name, value in saved.items() if name not in _OWN | _TORCH}
     check_group({**group, **options}, f"param group {number} of the state dict")
     return options
 
@@ -93,6 +101,8 @@ def _state(saved, p, group, name):
 def _tensor(value, key, p):
     """A tensor of its own, real, on the parameter's device; ``step`` is an fp32 scalar on the CPU."""
     if key == "step":
+        if not isinstance(value, (int, float)) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+            raise ValueError(f"expected 'step' to be a number or a tensor of one element, found {value!r}")
         return torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(()).clone()
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"expected a tensor for {key!r}, found a {type(value).__name__}")

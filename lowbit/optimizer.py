@@ -94,6 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for number, group in enumerate(self.param_groups):
+            check_group(group, f"param group {number}")
         stale = [device for device, table in self._tables.items() if not table.serves(self.param_groups)]
         if stale or not self._tabled:
             self._scan(stale)

@@ -1,5 +1,7 @@
 """Checks of the options that users give, with errors that name what to change."""
 
+import numbers
+
 import torch
 
 from lowbit.codecs import FORMATS
@@ -46,16 +48,26 @@ def check_group(group, where):
     _check_number(group["lr"], "lr", where)
     _check_number(group["eps"], "eps", where)
     _check_number(group["weight_decay"], "weight_decay", where)
-    if len(group["betas"]) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in group["betas"]):
-        raise ValueError(f"betas of {where} are {group['betas']}: give two numbers in [0, 1)")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_rate(beta) for beta in betas):
+        raise ValueError(f"betas of {where} are {betas}: give two numbers in [0, 1)")
     for option, known in (("state", tuple(FORMATS)), ("weights", MODES)):
-        if group[option] not in known:
+        if not isinstance(group[option], str) or group[option] not in known:
             raise ValueError(f"unknown {option}={group[option]!r} in {where}: choose one of {', '.join(known)}")
 
 
+def _is_rate(beta):
+    return isinstance(beta, (numbers.Real, torch.Tensor)) and 0.0 <= float(beta) < 1.0
+
+
 def _check_number(value, name, where):
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} of {where} is a tensor of {value.numel()} elements: give one number")
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} of {where} is a tensor of {value.numel()} elements: give one number")
+        if value.device.type != "cpu":
+            return  # to look at it would wait for the device
+    elif not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} of {where} is {value!r}: it must be a number or a tensor of one element")
     if not 0.0 <= float(value) < float("inf"):
         raise ValueError(f"{name} of {where} is {value}: it must be a finite number, at least 0")
 

@@ -65,9 +65,11 @@ class Layout:
             yield "weight_low", tuple(self.shape), self.weights.low
 
     def with_format(self, format, low):
-        """The same parameter in another state format and with ``weight_low`` of another dtype, or without."""
-        mode = next(mode for mode in WEIGHTS.values() if mode.low == low)
-        return replace(self, format=format, weights=mode)
+        """The same parameter in another state format and with ``weight_low`` of another dtype, or none; None if no
+        weight mode keeps such low bits.
+        """
+        mode = next((mode for mode in WEIGHTS.values() if mode.low == low), None)
+        return mode and replace(self, format=format, weights=mode)
 
     @property
     def nbytes(self):

@@ -80,11 +80,11 @@ def found_layout(p_layout, state):
     ``p_layout`` is the parameter's own layout, and the first that is tried: where rows have one element, 8-bit and
     4-bit codes have the same shape.
     """
-    low = state.get("weight_low")
-    found = {name: (tuple(x.shape), x.dtype) for name, x in state.items() if name not in ("step", "weight_low")}
+    found = {name: (tuple(x.shape), x.dtype) for name, x in state.items() if name != "step"}
+    low = state["weight_low"].dtype if "weight_low" in state else None
     for format in (p_layout.format, *FORMATS.values()):
-        candidate = p_layout.with_format(format, low.dtype if low is not None else None)
-        if found == {name: (shape, dtype) for name, shape, dtype in candidate.tensors() if name != "weight_low"}:
+        candidate = p_layout.with_format(format, low)
+        if candidate and found == {name: (shape, dtype) for name, shape, dtype in candidate.tensors()}:
             return candidate
     return None
 

@@ -190,7 +190,7 @@ def test_dither_is_unbiased(row, smallest, cell):
 
 @pytest.mark.parametrize("part, expected", [(0.0, 0), (0.5, 0), (0.91, 0), (0.93, 1), (0.99, 1)])
 def test_lowest_cell_of_4bit_m_is_not_dithered(part, expected):
-    """Up only above 0.92 of the way from zero to code 1, whose value is 1/49 of the block's largest."""
+    """Up only in the last 0.08 of the way from zero to code 1, whose value is 1/49 of the block's largest."""
     x = torch.full((1, 32), part / 49)
     x[0, 0] = 1.0
     for step in range(50):
