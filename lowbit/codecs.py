@@ -6,7 +6,7 @@ scale is that exponent, biased like fp32's, in one byte. Encoding is an add and 
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
 adding random bits below the last kept bit and cutting off is exactly unbiased in value. ``decode(codes, scale)`` is its
-inverse on codes. A value that is infinite or NaN leaves its neighbours alone.
+inverse on codes. Where a format has no scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours alone.
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def quiet(b):
 def bf16_encode(x, r):
     """fp32 to bf16, dithered; no scale."""
     b = bits(x)
-    return bf16_from_bits((quiet(b) + top_bits(r, 16)) | (b & -0x80000000)), None
+    return bf16_from_bits((quiet(b) + top_bits(r, 16)) | (b & -0x80000000)), 0
 
 
 @jit
@@ -143,7 +143,7 @@ def bf16_decode(codes, scale):
 @jit
 def fp32_encode(x, r):
     """fp32 as it is; no scale."""
-    return x, None
+    return x, 0
 
 
 @jit

@@ -38,19 +38,19 @@ def plain_decode(p, low):
 @jit
 def fp32_nearest(w, r):
     """fp32 weights are kept as they are."""
-    return w, None
+    return w, 0
 
 
 @jit
 def bf16_nearest(w, r):
     """To the nearest bf16, ties to even."""
-    return to_bf16(w), None
+    return to_bf16(w), 0
 
 
 @jit
 def fp16_nearest(w, r):
     """To the nearest fp16, ties to even."""
-    return to_fp16(w), None
+    return to_fp16(w), 0
 
 
 @jit
@@ -63,7 +63,7 @@ def fp16_stochastic(w, r):
     b = bits(w)
     y = bits(from_bits(b & 0x7FFFFFFF) * 1.925929944387236e-34)
     code = minimum((y + top_bits(r, 13)) >> 13, 0x7C00)
-    return fp16_from_bits(where(w != w, 0x7E00, code) | ((b >> 16) & 0x8000)), None
+    return fp16_from_bits(where(w != w, 0x7E00, code) | ((b >> 16) & 0x8000)), 0
 
 
 @jit

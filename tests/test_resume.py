@@ -163,7 +163,7 @@ def assert_within(state, found, exact):
     """Moments within the rounding to nearest of a format, and below its lowest code within that."""
     (m, v), (m_exact, v_exact) = found, exact
     top = blocks(m_exact)
-    if state == "4bit":  # (c/7)²: half of the widest cell, 13/49 of the block's largest; the lowest by 0.92 of 1/49
+    if state == "4bit":  # (c/7)²: half of the widest cell, 13/49 of the largest; the lowest is 1/49
         assert ((m - m_exact).abs() <= top * (6.5 / 49 + 1e-6)).all()
     else:
         floor = top * 2.0**-17 if state in ("8bit", "12bit") else 0.0  # E4M3's subnormals

@@ -73,7 +73,7 @@ def code_place(UNIT: constexpr, block, row, column, width, inside, BLOCKS: const
     """Offsets ``[blocks, unit]`` of codes from the chunk's first (whole) or the tensor's, and their mask."""
     lanes = tl.arange(0, UNIT)[None, :]
     if WHOLE:
-        return tl.arange(0, BLOCKS)[:, None] * UNIT + lanes, None
+        return tl.arange(0, BLOCKS)[:, None] * UNIT + lanes, 0
     else:
         columns = (width * UNIT + 31) // 32
         place = row * columns + column * UNIT + lanes
@@ -103,9 +103,9 @@ def step_kernel(
         block = tl.arange(0, BLOCKS)[:, None]
         lanes = tl.arange(0, 32)[None, :]
         if WHOLE:
-            row, column, width, inside, base = 0, 0, 0, None, start
+            row, column, width, inside, base = 0, 0, 0, 0, start
             first = (start * 32).to(tl.int32) + block * 32
-            place, mask = block * 32 + lanes, None
+            place, mask = block * 32 + lanes, 0
         else:
             at_shape = shapes + tensor * 3
             width, per_row = tl.load(at_shape), tl.load(at_shape + 1)
@@ -126,7 +126,7 @@ def step_kernel(
         g = read(g_at, mask, WHOLE)
         m_codes = read(m_at, m_mask, WHOLE)
         v_codes = read(v_at, v_mask, WHOLE)
-        low, m_scale, v_scale = None, None, None
+        low, m_scale, v_scale = 0, 0, 0
         if LOW is not None:
             low_at = at(at_tensor + 6, LOW, WHOLE) + base * 32 + place
             low = read(low_at, mask, WHOLE)
