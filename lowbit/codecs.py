@@ -6,7 +6,8 @@ scale is that exponent, biased like fp32's, in one byte. Encoding is an add and 
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
 adding random bits below the last kept bit and cutting off is exactly unbiased in value. ``decode(codes, scale)`` is its
-inverse on codes. Where a format has no scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours alone.
+inverse on codes. Where a format has no scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours
+alone.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""The benchmark: one fine-tune per optimizer, one table."""

@@ -1,0 +1,153 @@
+"""The report of a benchmark: one table, on the terminal and in ``report.md``; ``report.json``; ``loss.png``."""
+
+import json
+import os
+from pathlib import Path
+
+NOT_TUNED = "not fine-tuned"
+JSON, MARKDOWN, PLOT = "report.json", "report.md", "loss.png"
+SMOOTHING = 0.9  # of the plotted loss: an exponential mean, as TensorBoard's
+
+
+def number(form, scale=1.0):
+    """A cell's text from a number, ``-`` for None."""
+    return lambda value: "-" if value is None else form.format(value / scale)
+
+
+# header, key in a row's result, text of its value
+COLUMNS = (
+    ("max memory (MiB)", "max_memory", number("{:,.0f}", 2**20)),
+    ("state (B/param)", "state_bytes_per_param", number("{:.2f}")),
+    ("tokens/s", "tokens_per_second", number("{:,.0f}")),
+    ("held-out loss", "held_out_loss", number("{:.4f}")),
+    ("mc1", "mc1", number("{:.3f}")),
+    ("mc2", "mc2", number("{:.3f}")),
+    ("first step (s)", "optimizer_first_step", number("{:.3f}")),
+)
+HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
+
+
+def cells(row):
+    """Texts of a row, the optimizer first; a row that failed has its reason instead of numbers."""
+    if row["status"] != "ok":
+        return [row["optimizer"], f"{row['status']}: {row['reason']}"]
+    return [row["optimizer"], *(text(row["result"].get(key)) for _, key, text in COLUMNS)]
+
+
+def footnotes(report):
+    """What the columns are, for this machine and these options."""
+    machine, options = report["machine"] or {}, report["options"]
+    counted = "the most memory that tensors took on the GPU during training"
+    if not machine.get("gpu"):
+        counted = "the largest resident memory of the training process, so Python and its libraries are in it"
+    rows = [row["result"] for row in report["rows"] if row["status"] == "ok"]
+    skipped = max((result.get("steps_not_timed") or 0 for result in rows), default=0)
+    parts = max(rows, key=lambda result: result.get("steps", 0), default={})
+    return [
+        f"*max memory*: {counted}.",
+        "*state*: bytes of all optimizer state, divided by the number of parameters.",
+        f"*tokens/s*: training tokens without padding, a second; the first {skipped} steps are not counted.",
+        f"*held-out loss*: mean negative log-likelihood of a {'' if options['train_on_all'] else 'response '}token in "
+        f"the {parts.get('held_out_examples', 0)} records set aside.",
+        f"*mc1*, *mc2*: accuracy on {parts.get('questions', 0)} multiple-choice questions, as truthfulqa_mc1 and "
+        "truthfulqa_mc2 of lm-eval.",
+        "*first step*: the first call of optimizer.step(), allocation and compilation included.",
+        "All optimizers start from the same weights and see the same data in the same order; each runs in a process of "
+        "its own.",
+    ]
+
+
+def terminal_table(report):
+    """The table for :mod:`rich`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title(report), box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table.add_column(HEADERS[0], no_wrap=True)
+    for header in HEADERS[1:]:
+        table.add_column(header, justify="right")
+    failed = []
+    for row in report["rows"]:
+        name, *rest = cells(row)
+        table.add_row(name, *(rest if row["status"] == "ok" else [row["status"]]))
+        failed += [] if row["status"] == "ok" else [f"{name} {rest[0]}"]
+    table.caption = "\n".join(failed) or None
+    return table
+
+
+def title(report):
+    """Model, data and length of the runs."""
+    options = report["options"]
+    length = f"{options['steps']} steps" if options["steps"] else f"{options['epochs']:g} epochs"
+    batch = options["batch_size"] * options["grad_accum"]
+    return f"{options['model']} on {options['data']}, {length} of batch {batch}, lr {options['lr']:g}"
+
+
+def markdown(report):
+    """``report.md``."""
+    lines = [f"# {title(report)}", ""]
+    if not report["complete"]:
+        lines += ["**Not complete:** the run was interrupted or is still going on.", ""]
+    lines += ["| " + " | ".join(HEADERS) + " |", "|---" + "|--:" * len(COLUMNS) + "|"]
+    for row in report["rows"]:
+        texts = [text.replace("|", "\\|") for text in cells(row)]
+        lines.append("| " + " | ".join(texts + [""] * (len(HEADERS) - len(texts))) + " |")
+    lines += ["", *(f"- {note}" for note in footnotes(report)), ""]
+    if any(curve(row) for row in report["rows"]):
+        lines += [f"![Training loss of each optimizer]({PLOT})", ""]
+    for heading in ("machine", "versions", "options"):
+        values = report[heading] or {}
+        lines += [f"## {heading.capitalize()}", ""]
+        lines += [f"- {name}: {value}" for name, value in values.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def curve(row):
+    """``[(step, loss)]`` of a row, empty without one."""
+    return row["result"].get("losses") or [] if row["status"] == "ok" else []
+
+
+def smoothed(values):
+    """Exponential mean of a sequence, without a bias to its start."""
+    mean, weight, result = 0.0, 0.0, []
+    for value in values:
+        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        result.append(mean / weight)
+    return result
+
+
+def plot(report, path):
+    """Draw the loss curves; nothing if there are none."""
+    curves = [(row["optimizer"], curve(row)) for row in report["rows"] if curve(row)]
+    if not curves:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for i, (name, points) in enumerate(curves):
+        steps, losses = zip(*points, strict=True)
+        color = f"C{i % 10}"
+        axes.plot(steps, losses, color=color, alpha=0.12, linewidth=0.8)
+        axes.plot(steps, smoothed(losses), color=color, label=name, linestyle=("-", "--", ":")[i % 3])
+    axes.set(xlabel="step", ylabel="training loss (smoothed)", title=title(report))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def write(folder, report):
+    """Write the whole report into a folder; each file is replaced at once."""
+    folder = Path(folder)
+    for name, text in ((JSON, json.dumps(report, indent=1) + "\n"), (MARKDOWN, markdown(report))):
+        partial = folder / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / name)
+    partial = folder / f".partial-{PLOT}"
+    plot(report, partial)
+    if partial.exists():
+        os.replace(partial, folder / PLOT)

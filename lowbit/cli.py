@@ -1,0 +1,87 @@
+"""The command line. Options come from the dataclasses of :mod:`lowbit.finetune.options`."""
+
+import inspect
+import sys
+from dataclasses import fields
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lowbit.finetune.errors import UserError
+from lowbit.finetune.options import PANELS, BenchOptions, FinetuneOptions
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def command(options_class):
+    """Make ``f(options)`` a command that takes the fields of a dataclass as options and calls ``f`` with it."""
+
+    def register(f):
+        def run(**values):
+            f(options_class(**values))
+
+        parameters = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=Annotated[
+                    field.type, typer.Option(help=field.metadata["help"], rich_help_panel=field.metadata["panel"])
+                ],
+            )
+            for field in sorted(fields(options_class), key=lambda field: PANELS.index(field.metadata["panel"]))
+        ]
+        run.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__doc__, run.__name__ = f.__doc__, f.__name__
+        return app.command()(run)
+
+    return register
+
+
+def show_version(wanted: bool):
+    """Print the version and end."""
+    if wanted:
+        from lowbit.version import __version__
+
+        typer.echo(f"lowbit {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+):
+    """Low-bit AdamW optimizers for PyTorch: compare them on a language model, or fine-tune with one."""
+
+
+@command(BenchOptions)
+def bench(options):
+    """Fine-tune one model once per optimizer, from the same weights, and print one table.
+
+    The exit status is 0 if at least one optimizer was measured, 1 if none was, 2 for options or data that can't be
+    used, 130 after Ctrl-C; the report then has what was done.
+    """
+    from lowbit.bench.bench import bench
+
+    raise typer.Exit(bench(options, Console()))
+
+
+@command(FinetuneOptions)
+def finetune(options):
+    """Fine-tune a model with one optimizer, saving model and optimizer; --resume goes on exactly where it stopped."""
+    from lowbit.finetune.command import finetune
+
+    finetune(options, Console())
+
+
+def main():
+    """Run the command line; an error of the user's is one line and exit status 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"lowbit: {error}", file=sys.stderr)
+        sys.exit(2)

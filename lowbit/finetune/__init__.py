@@ -1,0 +1,1 @@
+"""Model, data, evaluation and training loop of ``lowbit finetune`` and ``lowbit bench``."""

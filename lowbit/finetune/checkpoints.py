@@ -1,0 +1,73 @@
+"""Checkpoints of ``lowbit finetune``: folders ``step-<n>`` that transformers can load, with the run's state inside.
+
+A checkpoint is written beside its place and then renamed, and older ones are deleted after that: whenever the process
+dies, the newest whole checkpoint is there.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lowbit.finetune.errors import UserError
+
+STATE, OPTIONS = "training.pt", "options.json"
+FREE = {"out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit"}  # may change at a resume
+
+
+def save(folder, run, tokenizer, options, fingerprint):
+    """Save the :class:`~lowbit.finetune.train.Training` ``run`` and return the checkpoint's path."""
+    folder = Path(folder)
+    target, partial = folder / f"step-{run.step:06d}", folder / f"step-{run.step:06d}.partial"
+    old = whole(folder)
+    if target in old:
+        return target
+    for remains in (target, partial):  # of a process that died
+        shutil.rmtree(remains, ignore_errors=True)
+    partial.mkdir(parents=True)
+    run.model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    torch.save(run.state_dict(), partial / STATE)
+    saved = {"options": asdict(options), "data": fingerprint}
+    (partial / OPTIONS).write_text(json.dumps(saved, indent=1) + "\n")
+    os.replace(partial, target)
+    for path in old:
+        shutil.rmtree(path)
+    return target
+
+
+def whole(folder):
+    """Paths of the checkpoints in a folder, the newest last."""
+    found = [path for path in Path(folder).glob("step-*") if path.name[5:].isdigit() and (path / OPTIONS).is_file()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def newest(folder, options):
+    """The newest checkpoint in a folder; raises :class:`UserError` if there is none or its options are others."""
+    found = whole(folder)
+    if not found:
+        raise UserError(f"--resume: there is no checkpoint in {folder}: give the --out of the run to go on with")
+    saved = json.loads((found[-1] / OPTIONS).read_text())["options"]
+    now = asdict(options)
+    changed = [name for name in now if name not in FREE and saved.get(name) != now[name]]
+    if changed:
+        was = ", ".join(f"--{name.replace('_', '-')} {saved.get(name)} (now {now[name]})" for name in changed)
+        raise UserError(f"--resume: {found[-1]} was made with {was}: give the same options")
+    return found[-1]
+
+
+def load_state(checkpoint, fingerprint):
+    """The ``Training.state_dict()`` of a checkpoint; raises :class:`UserError` if it can't be read or the data differ.
+
+    ``fingerprint`` is that of the training data now.
+    """
+    if json.loads((checkpoint / OPTIONS).read_text())["data"] != fingerprint:
+        raise UserError(f"--resume: the training data are not those of {checkpoint}: give the same --data, unchanged")
+    try:
+        return torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--resume: {checkpoint / STATE} can't be read ({reason}): delete {checkpoint}") from error

@@ -1,0 +1,119 @@
+"""From options to a trained and evaluated model: what ``finetune`` and the workers of ``bench`` share."""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+import torch
+
+from lowbit.bench import peers
+from lowbit.finetune import checkpoints
+from lowbit.finetune.data import load_records, split, tokenize
+from lowbit.finetune.errors import UserError
+from lowbit.finetune.evaluation import held_out_loss, load_questions, multiple_choice
+from lowbit.finetune.model import load_model
+from lowbit.finetune.options import device_of
+from lowbit.finetune.train import train
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Model, data and questions of a run."""
+
+    model: torch.nn.Module
+    tokenizer: object
+    device: torch.device
+    examples: list
+    held_out: list
+    questions: list
+    autocast: torch.dtype | None = None  # dtype to compute in where the weights are wider
+
+    @property
+    def pad_id(self):
+        """Token that fills batches up."""
+        return self.tokenizer.pad_token_id
+
+    def fingerprint(self):
+        """A hash of the training data as tokens."""
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(array("q", [len(example.input_ids), *example.input_ids, *example.labels]))
+        return digest.hexdigest()
+
+
+def prepare(options, peer=None, checkpoint=None):
+    """Load everything that :class:`Options` name, with the weights that ``peer`` trains, of a checkpoint if given."""
+    device = device_of(options)
+    dtype = getattr(torch, options.dtype)
+    records = load_records(options.data)
+    train_records, held_out = split(records, min(options.held_out, len(records) // 10), options.seed)
+    questions = [] if options.eval_data == "none" else load_questions(options.eval_data)[: options.eval_limit]
+    wide = peer is not None and peer.fp32_weights
+    if checkpoint:
+        model, tokenizer = load_model(
+            str(checkpoint), dtype=torch.float32 if wide else dtype, device=device, seed=options.seed
+        )
+    else:
+        model, tokenizer = load_model(options.model, dtype=dtype, device=device, seed=options.seed)
+    if wide:
+        model.float()  # from the weights that the others start from, rounded to --dtype like theirs
+    examples, tests = (
+        tokenize(part, tokenizer, options.max_length, options.train_on_all) for part in (train_records, held_out)
+    )
+    return Setup(
+        model, tokenizer, device, examples, tests, questions, dtype if wide and dtype != torch.float32 else None
+    )
+
+
+def build_optimizer(peer, model, options):
+    """The optimizer of a peer over all parameters of a model that train."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (options.beta1, options.beta2)
+    return peer.build(parameters, options.lr, betas, options.eps, options.weight_decay, options.seed)
+
+
+def evaluate(setup, options, progress=None):
+    """``{"held_out_loss", "mc1", "mc2"}``, None where there is nothing to evaluate on; ``progress(done, total)``."""
+    setup.model.eval()
+    result = {"held_out_loss": None, "mc1": None, "mc2": None}
+    with torch.no_grad(), torch.autocast(setup.device.type, setup.autocast, enabled=setup.autocast is not None):
+        if setup.held_out:
+            result["held_out_loss"] = held_out_loss(
+                setup.model, setup.held_out, setup.pad_id, batch_size=options.batch_size
+            )
+        if setup.questions:
+            result |= multiple_choice(setup.model, setup.tokenizer, setup.questions, progress=progress)
+    return result
+
+
+def finetune(options, on_start=None, on_step=None):
+    """Fine-tune as :class:`FinetuneOptions` say; returns ``(TrainResult, evaluation, path of the last checkpoint)``.
+
+    ``on_start(setup)`` is called before the first step, ``on_step(training)`` after each.
+    """
+    peer = peers.find(options.optimizer)
+    checkpoint = None
+    if options.resume:
+        checkpoint = checkpoints.newest(options.out, options)
+    elif checkpoints.whole(options.out):
+        raise UserError(f"{options.out} holds checkpoints of another run: add --resume, or give another --out")
+    setup = prepare(options, peer, checkpoint)
+    fingerprint = setup.fingerprint()
+    state = checkpoints.load_state(checkpoint, fingerprint) if checkpoint else None
+    saved = checkpoint
+
+    def after_step(run):
+        nonlocal saved
+        if on_step:
+            on_step(run)
+        if run.step == run.total or (options.save_every and run.step % options.save_every == 0):
+            with run.throughput.pause():
+                saved = checkpoints.save(options.out, run, setup.tokenizer, options, fingerprint)
+
+    if on_start:
+        on_start(setup)
+    result = train(
+        setup.model, build_optimizer(peer, setup.model, options), setup.examples, setup.pad_id, options,
+        autocast=setup.autocast, on_step=after_step, resume=state,
+    )  # fmt: skip
+    return result, evaluate(setup, options), saved
