@@ -71,8 +71,7 @@ def test_a_folder_that_is_no_model_is_named_in_one_line(tmp_path, make, message)
     assert str(tmp_path / "m") in str(error.value) and "\n" not in str(error.value)
 
 
-def test_files_and_names_that_are_no_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_files_and_names_that_are_no_model(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"not a model at all, but long enough to have a header")
     (tmp_path / "x.txt").write_text("hello")
     for name, message in [
@@ -93,7 +92,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         load_model(str(tmp_path / "x.gguf"))
 
 
-def test_the_hub_out_of_reach_is_said():
-    """Only the message's shape: an id that is not here, with the Hub unreachable or without such a model."""
+def test_the_hub_out_of_reach_is_said(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="not a local folder, so looked up on the Hugging Face Hub"):
         load_model("no-such-owner-at-all/no-such-model-at-all")
