@@ -2,9 +2,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The tests of the core; those of fine-tuning, benchmark and dynamics are run by their files until they fit the time.
-CORE := $(patsubst %,tests/test_%.py,codecs weights parity optimizer options resume property summary plan package)
-
 .PHONY: demo test lint clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -17,7 +14,7 @@ demo: $(VENV)/ready
 	$(BIN)/lowbit bench --overwrite
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 $(CORE)
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -26,6 +26,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # run as a script from anywhere
 
 from shapes import SHAPES  # noqa: E402
 
+from lowbit.finetune.memory import state_bytes  # noqa: E402
+
 LR = 1e-5
 
 
@@ -123,17 +125,6 @@ def make_parameters(shapes, device, dtype):
     return params
 
 
-def state_bytes(optimizer):
-    """Bytes of all tensors of the state, those inside tensor subclasses too."""
-
-    def inner(x):
-        if hasattr(x, "__tensor_flatten__"):
-            return sum(inner(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-        return x.numel() * x.element_size()
-
-    return sum(inner(x) for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))
-
-
 def time_steps(optimizer, device, repeats, seconds):
     """Device and wall milliseconds of steps, each timed alone; on a CPU they are the same."""
     on_device, wall = [], []
@@ -224,18 +215,24 @@ def row(result, speed):
 
 def run_all(arguments):
     """Every optimizer on every list of shapes; prints as it goes and returns the results."""
-    from machine import machine
+    from lowbit.bench.machine import machine, versions
 
     speed = copy_speed(arguments.device)
-    report = {"machine": machine(), "copy_bytes_per_s": speed, "dtype": arguments.dtype, "results": []}
+    report = {
+        "machine": machine(torch.device(arguments.device)),
+        "versions": versions(),
+        "copy_bytes_per_s": speed,
+        "dtype": arguments.dtype,
+        "results": [],
+    }
     names = arguments.optimizers or (ON_GPU if arguments.device == "cuda" else ON_CPU)
     itemsize = getattr(torch, arguments.dtype).itemsize
     for shapes in arguments.shapes:
         numel = sum(math.prod(shape) for shape in SHAPES[shapes])
         print(f"\n{shapes}: {numel / 1e6:.1f} M {arguments.dtype} parameters, copy {speed / 1e9:.0f} GB/s")
-        print(
-            f"{'optimizer':20}{'ms':>10}{'wall ms':>10}{'of copy':>8}{'first s':>10}{'warm s':>10}{'state B':>9}{'temp B':>9}"
-        )
+        heads = ("ms", "wall ms", "of copy", "first s", "warm s", "state B", "temp B")
+        widths = (10, 10, 8, 10, 10, 9, 9)
+        print(f"{'optimizer':20}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
         for name in names:
             with tempfile.TemporaryDirectory() as caches:
                 result = in_process(name, shapes, arguments, caches)

@@ -1,5 +1,7 @@
 """What the tests are crossed with: formats, weight modes, dtypes, shapes, and values that are hard."""
 
+import io
+
 import torch
 
 import lowbit
@@ -88,3 +90,11 @@ def assert_same_state(a, b):
     assert a.keys() == b.keys()
     for name in a:
         assert same_bits(a[name], b[name]), name
+
+
+def through_a_file(value):
+    """Saved and loaded, with no code in the file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

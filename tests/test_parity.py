@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import HARD_BITS, KEPT, NOT_FINITE_BITS, STATES, from_bits, randn, random_bits, same_bits
 
 from lowbit import rules
@@ -11,9 +13,6 @@ from lowbit.dither import m_bits, v_bits, w_bits
 from lowbit.ops import in_torch
 from lowbit.tile import step_tile
 from lowbit.weights import weight_mode
-
-triton = pytest.importorskip("triton")
-tl = triton.language
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = 64  # of a tile

@@ -1,7 +1,6 @@
 """State dicts: bit-equal resume, other optimizers' and other formats' states, and what does not fit."""
 
 import copy
-import io
 import itertools
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import KEPT, STATES, assert_same_state, parameter, randn, run, same_bits
+from cases import KEPT, STATES, assert_same_state, parameter, randn, run, same_bits, through_a_file
 
 import lowbit
 
@@ -22,14 +21,6 @@ def make(state, mode, dtype, **options):
     ps = [parameter(*shape, seed=i, dtype=dtype) for i, shape in enumerate(SHAPES)]
     groups = [{"params": ps[:2]}, {"params": ps[2:], "lr": 3e-3, "betas": (0.8, 0.95)}]
     return ps, lowbit.AdamW(groups, lr=1e-2, state=state, weights=mode, weight_decay=0.1, **options)
-
-
-def through_a_file(value):
-    """Saved and loaded, with no code in the file."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def saved(ps, optimizer):

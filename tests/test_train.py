@@ -1,12 +1,13 @@
 """The training loop against closed forms and plain torch."""
 
-import io
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from cases import through_a_file
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lowbit
@@ -147,7 +148,7 @@ def test_resume_is_bit_equal(name):
     def keep(run):
         if run.step == 3:
             saved["model"] = {key: x.clone() for key, x in run.model.state_dict().items()}
-            saved["run"] = _copy(run.state_dict())
+            saved["run"] = through_a_file(run.state_dict())
 
     config = replace(CONFIG, steps=6, warmup=2.0, batch_size=3, clip=1.0)
     result = train(whole, whole_optimizer, examples(), PAD, config, on_step=keep)
@@ -157,13 +158,6 @@ def test_resume_is_bit_equal(name):
     assert again.losses == result.losses and len(result.losses) == 6
     _equal(resumed.state_dict(), whole.state_dict())
     _equal(optimizer.state_dict(), whole_optimizer.state_dict())
-
-
-def _copy(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def _equal(a, b):
@@ -229,14 +223,12 @@ def test_state_bytes(name, expected):
 
 
 def test_state_bytes_sees_into_tensor_subclasses_and_counts_shared_tensors_once():
-    torchao = pytest.importorskip("torchao.optim")
     p = torch.nn.Parameter(torch.ones(256, 256))
-    optimizer = torchao.AdamW8bit([p])
-    p.grad = torch.ones_like(p)
-    state = {name: torchao.AdamW8bit._subclass_zeros(p, signed, 256) for name, signed in (("m", True), ("v", False))}
-    optimizer.state[p] = {"step": torch.zeros(()), **state}
-    codes_and_scales, tables = 2 * (1 + 4 / 256), 2 * 256 * 4
-    assert state_bytes(optimizer) == p.numel() * codes_and_scales + tables + 4
+    optimizer = torch.optim.AdamW([p])
+    codes, scale, table = torch.ones(256, 256), torch.ones(256, 256), torch.ones(256)
+    optimizer.state[p] = {"m": TwoTensor(codes, scale), "v": TwoTensor(codes.clone(), scale.clone())}
+    optimizer.state["other"] = {"tables": [table, table], "step": torch.zeros(())}
+    assert state_bytes(optimizer) == 4 * p.numel() * 4 + 256 * 4 + 4
 
 
 def test_peak_memory_is_of_the_time_since_the_reset():

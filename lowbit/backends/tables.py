@@ -12,7 +12,7 @@ import torch
 
 from lowbit import rules
 from lowbit.backends import triton as kernels
-from lowbit.dither import PHI, parameter_offset, signed32
+from lowbit.dither import parameter_offset, signed32
 from lowbit.ops import BLOCK, tl
 from lowbit.plan import real
 
@@ -61,9 +61,9 @@ class Table:
         self.offsets = torch.tensor(numbers, dtype=torch.int32).to(**on_device)
         self.shapes = torch.tensor([_shape(w[4]) for w in work], dtype=torch.int64).to(**on_device)
         self.count = torch.tensor([len(work)], dtype=torch.int32).to(**on_device)
-        self.scalars = torch.empty(len(work), kernels.SCALARS, dtype=torch.float32, **on_device)
+        self.scalars = torch.empty(len(work), kernels.SCALARS.value, dtype=torch.float32, **on_device)
         self.dithers = torch.empty(len(work), dtype=torch.int32, **on_device)
-        self.hyper = torch.empty(len(groups), kernels.HYPER, dtype=torch.float64, **on_device)
+        self.hyper = torch.empty(len(groups), kernels.HYPER.value, dtype=torch.float64, **on_device)
         self.zero, self.one = (torch.tensor([x], dtype=torch.float32).to(**on_device) for x in (0.0, 1.0))
         self.launches = list(_launches(rule, work, rows, device))
         self.hyper_rows = None
@@ -99,11 +99,9 @@ class Table:
         found_inf = self.zero if found_inf is None else found_inf
         for x, copy, _ in self.copies:
             copy.copy_(x)
-        programs = -(-len(self.states) // kernels.LANES)
-        kernels.scalars_kernel[(programs,)](
+        kernels.scalars_kernel[(-(-len(self.states) // kernels.TENSORS.value),)](
             self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.dithers, self.count,
-             rules.scalars, self.decoupled, signed32(PHI), kernels.SCALARS, kernels.HYPER,
-            kernels.LANES,
+            rules.scalars, self.decoupled,
         )  # fmt: skip
         for launch in self.launches:
             kernels.step_kernel[(launch.programs,)](
@@ -120,9 +118,9 @@ class Table:
         if rows != self.hyper_rows:
             self.hyper.copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
             self.hyper_rows = rows
-        for row, group in zip(self.hyper, groups, strict=True):
+        for i, group in enumerate(groups):
             if _on_device(group["lr"], self.device):
-                row[0].copy_(group["lr"].reshape(()), non_blocking=True)
+                self.hyper[i, 0].copy_(group["lr"].reshape(()), non_blocking=True)
 
 
 def _on_device(lr, device):

@@ -6,78 +6,116 @@ uses. Scalars are read from device memory, where :func:`scalars_kernel` puts the
 needs the host.
 """
 
+from lowbit.dither import PHI, signed32
 from lowbit.ops import constexpr, jit, tl
 from lowbit.tile import step_tile
 
-POINTERS = 7  # columns of the address table: parameter, gradient, m, m's scale, v, v's scale, low bits of the weight
-SCALARS = 9  # columns of the table of scalars: gradient factor and the eight of rules.scalars
-HYPER = 6  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
-LANES = 128  # tensors that a program of scalars_kernel serves
+POINTERS = constexpr(7)  # columns of the table of addresses: parameter, gradient, m, its scale, v, its scale, low bits
+SCALARS = constexpr(9)  # columns of the table of scalars: gradient factor and the eight of rules.scalars
+HYPER = constexpr(6)  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
+TENSORS = constexpr(128)  # tensors that a program of scalars_kernel serves
+STEP_PHI = constexpr(signed32(PHI))
 
 
 @jit
 def scalars_kernel(
-    step_addresses, groups, hyper, grad_scale, found_inf, scalars, dithers, count, RULE: constexpr,
-    DECOUPLED: constexpr, PHI: constexpr, COLUMNS: constexpr, HYPER_COLUMNS: constexpr, N: constexpr,
-):  # fmt: skip
+    step_addresses, groups, hyper, grad_scale, found_inf, scalars, dithers, count, RULE: constexpr, DECOUPLED: constexpr
+):
     """One step on for every tensor: count it, unless ``found_inf`` says to skip, and write its scalars.
 
     ``hyper`` is float64 ``[groups, 6]``, ``groups`` and ``dithers`` int32 ``[tensors]``, ``scalars`` fp32
     ``[tensors, 9]``.
     """
-    i = tl.program_id(0) * N + tl.arange(0, N)
+    i = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     mask = i < tl.load(count)
     steps = tl.load(step_addresses + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(steps, mask=mask, other=1.0) + (1.0 - tl.load(found_inf))
     tl.store(steps, step, mask=mask)
     step = tl.maximum(step, 1.0)  # a first step that is skipped
-    row = hyper + tl.load(groups + i, mask=mask, other=0) * HYPER_COLUMNS
+    row = hyper + tl.load(groups + i, mask=mask, other=0) * HYPER
     lr, beta1, beta2 = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     values = RULE(step.to(tl.float64), lr, beta1, beta2, tl.load(row + 3), tl.load(row + 4), DECOUPLED)
-    out = scalars + i * COLUMNS
+    out = scalars + i * SCALARS
     tl.store(out, (tl.load(row + 5) / tl.load(grad_scale)).to(tl.float32), mask=mask)
     for k in tl.static_range(8):
         tl.store(out + 1 + k, values[k].to(tl.float32), mask=mask)
-    tl.store(dithers + i, step.to(tl.int32) * PHI, mask=mask)
+    tl.store(dithers + i, step.to(tl.int32) * STEP_PHI, mask=mask)
 
 
 @jit
 def at(address, DTYPE: constexpr, WHOLE: constexpr):
-    """The pointer at a table's address; whole chunks are aligned, which makes their loads 128 bits wide."""
-    pointer = tl.load(address).to(tl.pointer_type(DTYPE))
+    """The pointer at a table's address; whole chunks are aligned, which makes their loads 128 bits wide.
+
+    A tensor that the format does not have, ``DTYPE`` None, has a pointer that is not followed.
+    """
+    pointer = tl.load(address).to(tl.pointer_type(tl.int8 if DTYPE is None else DTYPE))
     if WHOLE:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @jit
-def read(pointer, mask, WHOLE: constexpr):
-    """Load, with zeros outside the tensor."""
-    if WHOLE:
+def read(pointer, DTYPE: constexpr, mask, WHOLE: constexpr):
+    """Load, with zeros outside the tensor; 0 for a tensor that the format does not have."""
+    if DTYPE is None:
+        return 0
+    elif WHOLE:
         return tl.load(pointer)
     else:
         return tl.load(pointer, mask=mask, other=0)
 
 
 @jit
-def write(pointer, value, mask, WHOLE: constexpr):
-    """Store inside the tensor."""
-    if WHOLE:
-        tl.store(pointer, value)
-    else:
-        tl.store(pointer, value, mask=mask)
+def write(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
+    """Store inside a tensor that the format has."""
+    if DTYPE is not None:
+        if WHOLE:
+            tl.store(pointer, value)
+        else:
+            tl.store(pointer, value, mask=mask)
 
 
 @jit
-def code_place(UNIT: constexpr, block, row, column, width, inside, BLOCKS: constexpr, WHOLE: constexpr):
-    """Offsets ``[blocks, unit]`` of codes from the chunk's first (whole) or the tensor's, and their mask."""
+def new_values(
+    p, low, g, m, m_scale, v, v_scale, first, dither, scalars, RULE: constexpr, M_DECODE: constexpr,
+    M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr, W_DECODE: constexpr, W_ENCODE: constexpr,
+):  # fmt: skip
+    """:func:`lowbit.tile.step_tile` with the scalars at an address."""
+    return step_tile(
+        p, low, g, m, m_scale, v, v_scale, first, tl.arange(0, 32)[None, :], dither, tl.load(scalars),
+        tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5),
+        tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8),
+        RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+    )  # fmt: skip
+
+
+@jit
+def locate(shapes, start, BLOCKS: constexpr, WHOLE: constexpr):
+    """Where the blocks of a chunk are, from the number of its first block.
+
+    Returns ``(base, block, row, column, width, inside, first)``: the block from which offsets count, each block's
+    number from there, the row and the column of its first element, the row's width, whether it is one of the tensor's,
+    and the number of its first element in the tensor.
+    """
+    block = tl.arange(0, BLOCKS)[:, None]
+    if WHOLE:
+        return start, block, 0, 0, 0, 0, (start * 32).to(tl.int32) + block * 32
+    else:
+        width, per_row = tl.load(shapes), tl.load(shapes + 1)
+        block = block + start
+        row, column = block // per_row, block % per_row * 32
+        return start * 0, block, row, column, width, block < tl.load(shapes + 2), (row * width + column).to(tl.int32)
+
+
+@jit
+def place(UNIT: constexpr, block, row, column, width, inside, WHOLE: constexpr):
+    """Offsets ``[blocks, unit]`` from the base of a tensor with ``UNIT`` columns for a block of 32, and their mask."""
     lanes = tl.arange(0, UNIT)[None, :]
     if WHOLE:
-        return tl.arange(0, BLOCKS)[:, None] * UNIT + lanes, 0
+        return block * UNIT + lanes, 0
     else:
-        columns = (width * UNIT + 31) // 32
-        place = row * columns + column * UNIT + lanes
-        return place, inside & (column * UNIT + lanes < columns)
+        columns, lane = (width * UNIT + 31) // 32, column * UNIT // 32 + lanes
+        return row * columns + lane, inside & (lane < columns)
 
 
 @jit
@@ -90,66 +128,36 @@ def step_kernel(
 ):  # fmt: skip
     """One chunk of ``BLOCKS`` blocks of 32 elements one step on.
 
-    ``chunks`` int32 ``[·, 3]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs, and how
-    many there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is cut
-    into blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
+    ``chunks`` int32 ``[·, 3]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs, and how many
+    there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is cut into
+    blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
     """
-    k = tl.program_id(0) % SPLIT
-    entry = chunks + tl.program_id(0) // SPLIT * 3
+    k, entry = tl.program_id(0) % SPLIT, chunks + tl.program_id(0) // SPLIT * 3
     if (k < tl.load(entry + 2)) & (tl.load(found_inf) == 0.0):
         tensor = tl.load(entry)
         start = (tl.load(entry + 1) + k).to(tl.int64) * BLOCKS
-        at_tensor = addresses + tensor * 7
-        block = tl.arange(0, BLOCKS)[:, None]
-        lanes = tl.arange(0, 32)[None, :]
-        if WHOLE:
-            row, column, width, inside, base = 0, 0, 0, 0, start
-            first = (start * 32).to(tl.int32) + block * 32
-            place, mask = block * 32 + lanes, 0
-        else:
-            at_shape = shapes + tensor * 3
-            width, per_row = tl.load(at_shape), tl.load(at_shape + 1)
-            block = block + start
-            row, column, inside, base = block // per_row, block % per_row, block < tl.load(at_shape + 2), start * 0
-            place = row * width + column * 32
-            first = place.to(tl.int32)
-            place, mask = place + lanes, inside & (column * 32 + lanes < width)
-        first += tl.load(offsets + tensor)
-        m_place, m_mask = code_place(M_UNIT, block, row, column, width, inside, BLOCKS, WHOLE)
-        v_place, v_mask = code_place(V_UNIT, block, row, column, width, inside, BLOCKS, WHOLE)
-
-        p_at = at(at_tensor, P, WHOLE) + base * 32 + place
-        g_at = at(at_tensor + 1, G, WHOLE) + base * 32 + place
-        m_at = at(at_tensor + 2, M, WHOLE) + base * M_UNIT + m_place
-        v_at = at(at_tensor + 4, V, WHOLE) + base * V_UNIT + v_place
-        p = read(p_at, mask, WHOLE)
-        g = read(g_at, mask, WHOLE)
-        m_codes = read(m_at, m_mask, WHOLE)
-        v_codes = read(v_at, v_mask, WHOLE)
-        low, m_scale, v_scale = 0, 0, 0
-        if LOW is not None:
-            low_at = at(at_tensor + 6, LOW, WHOLE) + base * 32 + place
-            low = read(low_at, mask, WHOLE)
-        if M_SCALE is not None:
-            m_scale_at = at(at_tensor + 3, M_SCALE, False) + base + block
-            m_scale = read(m_scale_at, inside, WHOLE)
-        if V_SCALE is not None:
-            v_scale_at = at(at_tensor + 5, V_SCALE, False) + base + block
-            v_scale = read(v_scale_at, inside, WHOLE)
-
-        s = scalars + tensor * 9
-        p, low, m_codes, m_scale, v_codes, v_scale = step_tile(
-            p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, tl.load(dithers + tensor), tl.load(s),
-            tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5), tl.load(s + 6),
-            tl.load(s + 7), tl.load(s + 8),
+        base, block, row, column, width, inside, first = locate(shapes + tensor * 3, start, BLOCKS, WHOLE)
+        at_tensor = addresses + tensor * POINTERS
+        offset, mask = place(32, block, row, column, width, inside, WHOLE)
+        m_offset, m_mask = place(M_UNIT, block, row, column, width, inside, WHOLE)
+        v_offset, v_mask = place(V_UNIT, block, row, column, width, inside, WHOLE)
+        p_at = at(at_tensor, P, WHOLE) + base * 32 + offset
+        g_at = at(at_tensor + 1, G, WHOLE) + base * 32 + offset
+        m_at = at(at_tensor + 2, M, WHOLE) + base * M_UNIT + m_offset
+        m_scale_at = at(at_tensor + 3, M_SCALE, False) + base + block
+        v_at = at(at_tensor + 4, V, WHOLE) + base * V_UNIT + v_offset
+        v_scale_at = at(at_tensor + 5, V_SCALE, False) + base + block
+        low_at = at(at_tensor + 6, LOW, WHOLE) + base * 32 + offset
+        p, low, m, m_scale, v, v_scale = new_values(
+            read(p_at, P, mask, WHOLE), read(low_at, LOW, mask, WHOLE), read(g_at, G, mask, WHOLE),
+            read(m_at, M, m_mask, WHOLE), read(m_scale_at, M_SCALE, inside, WHOLE),
+            read(v_at, V, v_mask, WHOLE), read(v_scale_at, V_SCALE, inside, WHOLE),
+            first + tl.load(offsets + tensor), tl.load(dithers + tensor), scalars + tensor * SCALARS,
             RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
         )  # fmt: skip
-        write(p_at, p, mask, WHOLE)
-        write(m_at, m_codes, m_mask, WHOLE)
-        write(v_at, v_codes, v_mask, WHOLE)
-        if LOW is not None:
-            write(low_at, low, mask, WHOLE)
-        if M_SCALE is not None:
-            write(m_scale_at, m_scale, inside, WHOLE)
-        if V_SCALE is not None:
-            write(v_scale_at, v_scale, inside, WHOLE)
+        write(p_at, p, P, mask, WHOLE)
+        write(low_at, low, LOW, mask, WHOLE)
+        write(m_at, m, M, m_mask, WHOLE)
+        write(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
+        write(v_at, v, V, v_mask, WHOLE)
+        write(v_scale_at, v_scale, V_SCALE, inside, WHOLE)

@@ -35,7 +35,9 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
-    return model.to(device=device, dtype=dtype).eval(), tokenizer
+    for p in model.parameters():  # not the buffers: rotary frequencies in bf16 would put positions in the wrong place
+        p.data = p.data.to(dtype)
+    return model.to(device).eval(), tokenizer
 
 
 def _pretrained(name, dtype):
