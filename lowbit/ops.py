@@ -202,9 +202,10 @@ def _unpack(codes):
 
 
 def _finite_max(b):
-    # as floats: inductor reduces fp32 vectors in registers, but int32 ones element by element
-    x = b.view(torch.float32)
-    return torch.where(x < float("inf"), x, 0.0).amax(dim=1, keepdim=True).view(torch.int32)
+    if torch.compiler.is_compiling():  # inductor reduces fp32 vectors in registers, but int32 ones element by element
+        x = b.view(torch.float32)
+        return torch.where(x < float("inf"), x, 0.0).amax(dim=1, keepdim=True).view(torch.int32)
+    return (b + 0x00800000).amax(dim=1, keepdim=True).clamp_(min=0x00800000).sub_(0x00800000)
 
 
 def _sqrt(x):

@@ -105,3 +105,19 @@ def test_state_moved_by_the_user_is_followed():
                 state[name] = state[name].clone()
         a.step(), b.step()
     compare(ps, a, qs, b)
+
+
+def test_gradients_at_new_addresses_do_not_build_the_tables_anew():
+    ps, qs = (parameters(torch.bfloat16, device)[:5] for device in ("cpu", DEVICE))
+    a, b = (lowbit.AdamW(x, backend=name, min_numel=0) for x, name in ((ps, "eager"), (qs, "triton")))
+    tables, kept = [], []  # kept, so that the next gradients are elsewhere
+    for step in range(3):
+        for p, q in zip(ps, qs, strict=True):
+            p.grad = gradient(p, step)
+            q.grad = p.grad.to(DEVICE, copy=True)
+        kept.append([q.grad for q in qs])
+        a.step(), b.step()
+        tables.append(b._tables[qs[0].device])
+    assert tables[0] is tables[1] is tables[2]
+    assert len({x.data_ptr() for grads in kept for x in grads}) == 15
+    compare(ps, a, qs, b)

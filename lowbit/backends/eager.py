@@ -12,7 +12,7 @@ from lowbit.ops import BLOCK, in_torch
 from lowbit.plan import cut, pieces, tiled, untiled
 from lowbit.tile import step_tile
 
-CPU_PIECE = 1 << 17  # elements; fp32 temporaries of half a MB stay in a core's cache
+CPU_PIECE = 1 << 18  # elements; fp32 temporaries of a MB stay in cache, and hide what a torch operation costs
 DEVICE_PIECE = 1 << 24  # on a GPU enough to hide launches, and a bound on temporary memory
 
 
@@ -20,6 +20,16 @@ DEVICE_PIECE = 1 << 24  # on a GPU enough to hide launches, and a bound on tempo
 def lanes(device):
     """0 … 31 on a device."""
     return torch.arange(BLOCK, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def keep_freed_memory():
+    """Let temporaries reuse memory instead of faulting it in anew, which takes longer than the arithmetic.
+
+    glibc gives freed memory back to the system above a threshold that follows the largest block ever freed, up to
+    32 MB (mallopt(3), M_MMAP_THRESHOLD): free one such block, whose pages are never touched.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 @functools.cache
@@ -51,6 +61,7 @@ def step_parameter(update, limit, layout, p, g, state, offset, dither, scalars):
     """
     if not layout.numel:
         return
+    keep_freed_memory()
     rows, width = layout.grid
     work = p.reshape(rows, width) if p.is_contiguous() else p.contiguous().view(rows, width)
     tensors = [work, state.get("weight_low"), g.reshape(rows, width)]

@@ -67,6 +67,7 @@ class Table:
         self.zero, self.one = (torch.tensor([x], dtype=torch.float32).to(**on_device) for x in (0.0, 1.0))
         self.launches = list(_launches(rule, work, rows, device))
         self.hyper_rows = None
+        self.grad_dtypes = [p.grad.dtype for p in self.params[: len(work)]]
         self.seen = self._seen()
 
     def _addresses(self, p, state):
@@ -88,9 +89,24 @@ class Table:
     def serves(self, groups):
         """Whether the tables hold for the optimizer as it is now."""
         try:
-            return options(groups) == self.options and self._seen() == self.seen
+            seen = self._seen()
+            if options(groups) != self.options or seen[1:] != self.seen[1:]:
+                return False
+            return seen[0] == self.seen[0] or self._follow(seen[0])
         except (RuntimeError, KeyError):  # a sparse gradient, a state that was taken away
             return False
+
+    def _follow(self, grads):
+        """Take new addresses of gradients into the tables, which is all that most steps need; False if it is not."""
+        count = len(self.states)
+        if self.copies or any(grads[count:]):
+            return False
+        for p, dtype, old, new in zip(self.params, self.grad_dtypes, self.seen[0], grads, strict=False):
+            if bool(new) != bool(old) or (new - old) % 16 or p.grad.dtype != dtype or not p.grad.is_contiguous():
+                return False
+        self.addresses[:, 1].copy_(torch.tensor(grads[:count], dtype=torch.int64), non_blocking=True)
+        self.seen = (grads, *self.seen[1:])
+        return True
 
     def step(self, groups, grad_scale=None, found_inf=None):
         """Launch one step; nothing waits for the device."""

@@ -34,6 +34,12 @@ def cells(row):
     return [row["optimizer"], *(text(row["result"].get(key)) for _, key, text in COLUMNS)]
 
 
+_BUILTIN = (
+    "The built-in records say each thing in several ways, and the built-in questions are about things in the training "
+    "data: both measure how well the text is learnt, not what the model makes of new text.",
+)
+
+
 def footnotes(report):
     """What the columns are, for this machine and these options."""
     machine, options = report["machine"] or {}, report["options"]
@@ -51,6 +57,7 @@ def footnotes(report):
         f"the {parts.get('held_out_examples', 0)} records set aside.",
         f"*mc1*, *mc2*: accuracy on {parts.get('questions', 0)} multiple-choice questions, as truthfulqa_mc1 and "
         "truthfulqa_mc2 of lm-eval.",
+        *_BUILTIN[: options["data"] == "builtin"],
         "*first step*: the first call of optimizer.step(), allocation and compilation included.",
         "All optimizers start from the same weights and see the same data in the same order; each runs in a process of "
         "its own.",
@@ -62,10 +69,10 @@ def terminal_table(report):
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title(report), box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table = Table(title=title(report), box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
     table.add_column(HEADERS[0], no_wrap=True)
-    for header in HEADERS[1:]:
-        table.add_column(header, justify="right")
+    for header in HEADERS[1:]:  # a unit below its name, so that the table fits 80 columns
+        table.add_column(header.replace(" (", "\n(").replace("held-out ", "held-out\n"), justify="right", no_wrap=True)
     failed = []
     for row in report["rows"]:
         name, *rest = cells(row)

@@ -35,9 +35,17 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.use_cache = False
-    for p in model.parameters():  # not the buffers: rotary frequencies in bf16 would put positions in the wrong place
-        p.data = p.data.to(dtype)
+    cast(model, dtype)
     return model.to(device).eval(), tokenizer
+
+
+def cast(model, dtype):
+    """Bring the weights to a dtype, in place; works on what was loaded from GGUF too, whose ``float()`` refuses.
+
+    Not the buffers: rotary frequencies in bf16 would put positions in the wrong place.
+    """
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
 
 
 def _pretrained(name, dtype):

@@ -11,7 +11,7 @@ from lowbit.finetune import checkpoints
 from lowbit.finetune.data import load_records, split, tokenize
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.evaluation import held_out_loss, load_questions, multiple_choice
-from lowbit.finetune.model import load_model
+from lowbit.finetune.model import cast, load_model
 from lowbit.finetune.options import device_of
 from lowbit.finetune.train import train
 
@@ -56,7 +56,7 @@ def prepare(options, peer=None, checkpoint=None):
     else:
         model, tokenizer = load_model(options.model, dtype=dtype, device=device, seed=options.seed)
     if wide:
-        model.float()  # from the weights that the others start from, rounded to --dtype like theirs
+        cast(model, torch.float32)  # from the weights that the others start from, rounded to --dtype like theirs
     examples, tests = (
         tokenize(part, tokenizer, options.max_length, options.train_on_all) for part in (train_records, held_out)
     )
