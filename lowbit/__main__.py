@@ -4,7 +4,7 @@ import importlib.util
 import sys
 
 # Of the extra ``finetune``; the library itself needs torch alone.
-NEEDED = ("transformers", "tokenizers", "datasets", "typer", "rich", "matplotlib", "numpy", "psutil")
+NEEDED = ("transformers", "tokenizers", "typer", "rich", "matplotlib", "numpy", "psutil")
 
 
 def main():

@@ -34,10 +34,8 @@ def _numbered(rows, name):
 def _folder(path):
     """Rows of a folder that ``datasets`` saved, or of all its data files by name."""
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        import datasets
-
         try:
-            return _numbered(_train_split(datasets.load_from_disk(str(path)), path), path)
+            return _numbered(_train_split(_datasets(path).load_from_disk(str(path)), path), path)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} can't be read as a saved dataset: {first_line(error)}") from error
     files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
@@ -90,10 +88,20 @@ def _parquet(path):
         raise UserError(f"{path} is not a parquet file: {first_line(error)}") from error
 
 
+def _datasets(name):
+    """The package ``datasets``, which only what it saved and the Hub need."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{name} is no JSON file here, and to look further datasets is missing: pip install 'lowbit[finetune]'"
+        ) from error
+    return datasets
+
+
 def _hub(name):
     """Rows of the split ``train`` of a dataset on the Hugging Face Hub."""
-    import datasets
-
+    datasets = _datasets(name)
     try:
         found = datasets.load_dataset(name)
     except Exception as error:  # of many libraries: network, authentication, format
