@@ -5,9 +5,9 @@ exponent of its block, as in OCP Microscaling (https://www.opencompute.org, "OCP
 scale is that exponent, biased like fp32's, in one byte. Encoding is an add and a shift of fp32 bits.
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
-adding random bits below the last kept bit and cutting off is exactly unbiased in value. ``decode(codes, scale)`` is its
-inverse on codes. Where a format has no scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours
-alone.
+adding random bits below the last kept bit and cutting off is unbiased in value. ``decode(codes, scale, factor)`` is its
+inverse on codes, times ``factor``, which costs nothing where it can join the block's scale. Where a format has no
+scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours alone.
 """
 
 from dataclasses import dataclass
@@ -19,64 +19,56 @@ from lowbit.ops import (
     bits,
     divide,
     finite_max,
+    floor_bits,
     from_bits,
     jit,
     maximum,
     minimum,
-    pack,
-    signed,
+    quiet,
     sqrt,
     tl,  # noqa: F401  Triton's interpreter looks for it in the module of a formula
     to_float,
     to_int,
     to_uint8,
     top_bits,
-    unpack,
     where,
 )
+from lowbit.packed import e4m3_codes, e4m3_values, pack, saturated_byte, unpack
 
 
 @jit
 def e4m3_encode(x, r):
     """Sign, 4 exponent and 3 mantissa bits, with subnormals and zero; 0x7F, NaN in OCP E4M3, is not used.
 
-    Multiplying by a power of two puts the top binade at biased exponent 15, so that the kept bits are bits 20 to 26 and
-    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value (the fp32 below
-    8/7: the largest code keeps its place), for that code is 7/8 of a binade's end, and what is above never rounds up.
+    The block's exponent is that of 8/7 of its largest value (the fp32 below 8/7: the largest code keeps its place), for
+    that code is 7/8 of a binade's end, and what is above never rounds up. It leaves no finite value above that code.
     """
-    b = bits(x)
-    magnitude = b & 0x7FFFFFFF
-    e = minimum(bits(from_bits(finite_max(magnitude)) * 1.1428570747375488) >> 23, 253)
-    # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
-    y = bits(from_bits(magnitude) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
-    code = (minimum(y, 0x07E00000) + top_bits(r, 20)) >> 20
-    return to_uint8(code | ((b >> 24) & 0x80)), to_uint8(e)
+    e = minimum(bits(from_bits(finite_max(bits(x))) * 1.1428570747375488) >> 23, 253)
+    return e4m3_codes(x * from_bits((254 - e) << 23), r), to_uint8(e)
 
 
 @jit
-def e4m3_decode(codes, scale):
-    """Inverse of :func:`e4m3_encode`; 2^112 moves biased exponent 15 to 127."""
-    y = from_bits((signed(codes) << 20) & -0x78100000)  # 0x87F00000: the sign, 4 exponent bits, 3 mantissa bits
-    return y * 5.192296858534828e33 * from_bits(to_int(scale) << 23)
+def e4m3_decode(codes, scale, factor):
+    """Inverse of :func:`e4m3_encode`."""
+    return e4m3_values(codes) * (from_bits(to_int(scale) << 23) * factor)
 
 
 @jit
 def e5m3_encode(x, r):
     """5 exponent and 3 mantissa bits of a value that is never negative. The scale is the exponent of the lowest code.
 
-    The lowest code is not zero: v that rounds to zero would divide the next update by almost nothing. A NaN takes the
-    largest or the lowest code, by its sign.
+    The lowest code is not zero: v that rounds to zero would divide the next update by almost nothing. Infinity takes
+    the largest code.
     """
     b = bits(x)
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666030883789) >> 23, 254) - 31, 0)
-    code = maximum(minimum(b - (low << 23), 0x0FF00000) + top_bits(r, 20), 0) >> 20
-    return to_uint8(code), to_uint8(low)
+    return saturated_byte(b + top_bits(r, 20) - (low << 23)), to_uint8(low)
 
 
 @jit
-def e5m3_decode(codes, scale):
+def e5m3_decode(codes, scale, factor):
     """Inverse of :func:`e5m3_encode`."""
-    return from_bits((to_int(codes) << 20) + (to_int(scale) << 23))
+    return from_bits((to_int(codes) << 20) + (to_int(scale) << 23)) * factor
 
 
 @jit
@@ -84,14 +76,13 @@ def e3m1_encode(x, r):
     """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
     b = bits(x)
     low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333332538604736) >> 23, 254) - 7, 0)
-    code = maximum(minimum(b - (low << 23), 0x03C00000) + top_bits(r, 22), 0) >> 22
-    return pack(code), to_uint8(low)
+    return pack((b + top_bits(r, 22) - (low << 23)) >> 22), to_uint8(low)
 
 
 @jit
-def e3m1_decode(codes, scale):
+def e3m1_decode(codes, scale, factor):
     """Inverse of :func:`e3m1_encode`."""
-    return from_bits((unpack(codes) << 22) + (to_int(scale) << 23))
+    return from_bits((unpack(codes) << 22) + (to_int(scale) << 23)) * factor
 
 
 @jit
@@ -101,44 +92,38 @@ def square4_encode(x, r):
     With t = 49 |x| / max and u uniform, floor(sqrt(t - u(1-u)) + u) is sqrt(t) rounded up with the probability that
     makes the *value* unbiased. The lowest cell rounds up in its last 0.08 only: dithered all over, a tiny m would jump
     to code 1 beside a tiny v and explode; to nearest, or at any fixed threshold below beta1, m would never decay.
+
+    Computed from u + 1, whose bits are at hand, and t + 2, so y is a code more; floats stay floats until the end.
     """
     b = bits(x)
-    magnitude = b & 0x7FFFFFFF
-    largest = finite_max(magnitude)
-    top = from_bits(largest)
+    top = from_bits(finite_max(b))
     factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
-    t = from_bits(minimum(magnitude, largest)) * factor
-    u = to_float(top_bits(r, 24)) * 5.9604644775390625e-08
-    code = minimum(to_int(where(t < 1.0, t + 0.08 * u, sqrt(t - u * (1.0 - u)) + u)), 7)
-    return pack(code | ((b >> 28) & 8)), top
+    t = from_bits(b & 0x7FFFFFFF) * factor + 2.0
+    u = from_bits(top_bits(r, 23) + 0x3F800000)
+    y = where(t < 3.0, t + (u * 0.08 - 1.08), sqrt(t + u * (u - 3.0)) + u)
+    code = minimum(floor_bits(y), 0x4B000008) - 0x4B000001
+    return pack(code + ((b >> 28) & 8)), top
 
 
 @jit
-def square4_decode(codes, scale):
+def square4_decode(codes, scale, factor):
     """Inverse of :func:`square4_encode`."""
     code = unpack(codes)
-    c = to_float(code & 7)
-    magnitude = c * c * (scale * 0.02040816326530612)
+    c = from_bits((code & 7) + 0x4B000000) - 8388608.0
+    magnitude = c * c * (scale * 0.02040816326530612 * factor)
     return from_bits(bits(magnitude) | ((code & 8) << 28))
-
-
-@jit
-def quiet(b):
-    """Bits without sign, every NaN that arithmetic makes (a quiet one) the first, so that adding keeps it one."""
-    return minimum(b & 0x7FFFFFFF, 0x7FC00000)
 
 
 @jit
 def bf16_encode(x, r):
     """fp32 to bf16, dithered; no scale."""
-    b = bits(x)
-    return bf16_from_bits((quiet(b) + top_bits(r, 16)) | (b & -0x80000000)), 0
+    return bf16_from_bits(quiet(bits(x)) + top_bits(r, 16)), 0
 
 
 @jit
-def bf16_decode(codes, scale):
+def bf16_decode(codes, scale, factor):
     """bf16 to fp32."""
-    return to_float(codes)
+    return to_float(codes) * factor
 
 
 @jit
@@ -148,9 +133,9 @@ def fp32_encode(x, r):
 
 
 @jit
-def fp32_decode(codes, scale):
+def fp32_decode(codes, scale, factor):
     """fp32 as it is."""
-    return codes
+    return codes * factor
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def decode(layout, state):
             continue
         codes = tiled(state[name].reshape(rows, -1), codec.unit)
         scale = state[name + "_scale"].reshape(-1, 1) if codec.scale else None
-        x = in_torch(codec.decode)(codes, scale)
+        x = in_torch(codec.decode)(codes, scale, 1.0)
         decoded.append(untiled(x, (rows, width)).reshape(layout.shape).clone())
     return tuple(decoded)
 

@@ -6,22 +6,20 @@ from lowbit.ops import constexpr, jit, tl, to_float  # noqa: F401  the interpret
 
 @jit
 def step_tile(
-    p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither, gradient_factor,
-    beta1, rest1, beta2, rest2, step_size, bias2, eps, decay,
+    p, low, g, m_codes, m_scale, v_codes, v_scale, first, lanes, dither,
+    beta1, beta2, rest1, rest2, step_size, bias2, eps, decay, factor,
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr,
 ):  # fmt: skip
     """Parameter, gradient and state of ``[blocks, 32]`` elements one step on.
 
     ``first`` ``[blocks, 1]`` holds the number of each block's first element in its tensor plus the parameter's offset,
-    ``lanes`` is 0 … 31, ``dither`` the step's offset (:mod:`lowbit.dither`); ``gradient_factor`` multiplies the
-    gradient (-1 to maximize).
+    ``lanes`` is 0 … 31, ``dither`` the step's offset (:mod:`lowbit.dither`), the others are :func:`rules.scalars`.
     """
     w = W_DECODE(p, low)
-    m = M_DECODE(m_codes, m_scale)
-    v = V_DECODE(v_codes, v_scale)
-    g = to_float(g) * gradient_factor
-    w, m, v = RULE(w, g, m, v, beta1, rest1, beta2, rest2, step_size, bias2, eps, decay)
+    m = M_DECODE(m_codes, m_scale, beta1)
+    v = V_DECODE(v_codes, v_scale, beta2)
+    w, m, v = RULE(w, to_float(g), m, v, rest1, rest2, step_size, bias2, eps, decay, factor)
     m_codes, m_scale = M_ENCODE(m, m_bits(first, lanes, dither))
     v_codes, v_scale = V_ENCODE(v, v_bits(first, lanes, dither))
     p, low = W_ENCODE(w, w_bits(first, lanes, dither))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit.codecs import bf16_encode, quiet
+from lowbit.codecs import bf16_encode
 from lowbit.ops import (
     bf16_from_bits,
     bits,
@@ -17,6 +17,7 @@ from lowbit.ops import (
     from_bits,
     jit,
     minimum,
+    quiet,
     tl,  # noqa: F401  Triton's interpreter looks for it in the module of a formula
     to_bf16,
     to_float,
@@ -72,8 +73,7 @@ def low8_encode(w, r):
 
     The upper half is rounded to nearest and the low part is signed, so the parameter alone is the best bf16.
     """
-    b = bits(w)
-    b = ((quiet(b) + top_bits(r, 8)) & -256) | (b & -0x80000000)
+    b = (quiet(bits(w)) + top_bits(r, 8)) & -256
     high = (b + 0x8000) & -65536
     return bf16_from_bits(high), to_int8((b - high) >> 8)
 
@@ -87,8 +87,7 @@ def low8_decode(p, low):
 @jit
 def low16_encode(w, r):
     """bf16 and the low half as int16: bit-exact fp32."""
-    b = bits(w)
-    b = quiet(b) | (b & -0x80000000)
+    b = quiet(bits(w))
     high = (b + 0x8000) & -65536
     return bf16_from_bits(high), to_int16(b - high)
 

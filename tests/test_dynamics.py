@@ -155,7 +155,7 @@ def mean_over_dither(encode, decode, x):
     total = torch.zeros(x.shape, dtype=torch.float64)
     for step in range(STEPS):
         r = in_torch(m_bits)(first, lanes, step_offset(step))
-        total += in_torch(decode)(*in_torch(encode)(x, r)).double()
+        total += in_torch(decode)(*in_torch(encode)(x, r), 1.0).double()
     return total / STEPS
 
 

@@ -64,11 +64,10 @@ class Scalars:
 
     def __init__(self, group, step, decoupled, grad_scale=None):
         beta1, beta2 = group["betas"]
-        given = (step, group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        given = torch.tensor([float(x) for x in given], dtype=torch.float64, device="cpu")
         factor = (-1.0 if group["maximize"] else 1.0) / (1.0 if grad_scale is None else float(grad_scale))
-        factor = torch.tensor(factor, dtype=torch.float64, device="cpu")
-        self._tensor = torch.stack((factor, *in_torch(scalars)(*given, decoupled))).to(torch.float32)
+        given = (step, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], factor)
+        given = torch.tensor([float(x) for x in given], dtype=torch.float64, device="cpu")
+        self._tensor = torch.stack(in_torch(scalars)(*given, decoupled)).to(torch.float32)
         self.values = self._tensor.tolist()
         self.dither = step_offset(step)
         self._on = {}

@@ -5,7 +5,9 @@ address, an option or the set of parameters with a gradient changes; a steady st
 launches.
 """
 
+import contextlib
 import itertools
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,8 @@ BLOCKS = 32  # blocks of 32 elements that a program steps: eight elements a thre
 SPLIT = 16  # programs that share an entry of the table of chunks
 CHUNK = BLOCKS * BLOCK
 
+_address = torch.Tensor.data_ptr
+_grad, _exp_avg = operator.attrgetter("grad"), operator.itemgetter("exp_avg")
 _NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "weight_low")
 
 
@@ -29,11 +33,23 @@ def _triton_dtype(dtype):
 
 @dataclass
 class Launch:
-    """One launch of the kernel: its compile-time parameters, its table of chunks ``[·, 3]``, its number of programs."""
+    """One launch of a kernel: its number of programs and its compile-time parameters, in the order of its signature.
 
-    constants: dict
-    chunks: torch.Tensor
+    The first call compiles; later ones hand the arguments to what was compiled, which takes a tenth of the time that
+    Triton takes to look it up.
+    """
+
+    kernel: object
     programs: int
+    constants: dict
+    options: dict
+    compiled: object = None  # stays None in the interpreter
+
+    def __call__(self, *arguments):
+        if self.compiled is None:
+            self.compiled = self.kernel[(self.programs, 1, 1)](*arguments, **self.constants, **self.options)
+        else:
+            self.compiled[(self.programs, 1, 1)](*arguments, *self.constants.values())
 
 
 class Table:
@@ -65,7 +81,11 @@ class Table:
         self.dithers = torch.empty(len(work), dtype=torch.int32, **on_device)
         self.hyper = torch.empty(len(groups), kernels.HYPER.value, dtype=torch.float64, **on_device)
         self.zero, self.one = (torch.tensor([x], dtype=torch.float32).to(**on_device) for x in (0.0, 1.0))
+        programs = -(-len(work) // kernels.TENSORS.value)
+        self.prepare = Launch(kernels.scalars_kernel, programs, {"RULE": rules.scalars, "DECOUPLED": decoupled}, {})
         self.launches = list(_launches(rule, work, rows, device))
+        # kernels run on the current device, which need not be this one
+        self.guard = getattr(torch.get_device_module(device), "device", contextlib.nullcontext)
         self.hyper_rows = None
         self.grad_dtypes = [p.grad.dtype for p in self.params[: len(work)]]
         self.seen = self._seen()
@@ -82,9 +102,11 @@ class Table:
         return copy
 
     def _seen(self):
-        """What must not have changed for the tables to hold."""
-        grads = [0 if (g := p.grad) is None else g.data_ptr() for p in self.params]
-        return grads, [p.data_ptr() for p in self.params], [id(state["exp_avg"]) for state in self.states]
+        """What must not have changed for the tables to hold; raises if a gradient came or went."""
+        grads = list(map(_address, map(_grad, self.params[: len(self.states)])))
+        if any(p.grad is not None for p in self.params[len(self.states) :]):
+            raise TypeError("a parameter has got its first gradient")
+        return grads, list(map(_address, self.params)), list(map(id, map(_exp_avg, self.states)))
 
     def serves(self, groups):
         """Whether the tables hold for the optimizer as it is now."""
@@ -93,18 +115,17 @@ class Table:
             if options(groups) != self.options or seen[1:] != self.seen[1:]:
                 return False
             return seen[0] == self.seen[0] or self._follow(seen[0])
-        except (RuntimeError, KeyError):  # a sparse gradient, a state that was taken away
+        except (TypeError, RuntimeError, KeyError):  # no gradient, a sparse one, a state that was taken away
             return False
 
     def _follow(self, grads):
         """Take new addresses of gradients into the tables, which is all that most steps need; False if it is not."""
-        count = len(self.states)
-        if self.copies or any(grads[count:]):
+        if self.copies:
             return False
         for p, dtype, old, new in zip(self.params, self.grad_dtypes, self.seen[0], grads, strict=False):
-            if bool(new) != bool(old) or (new - old) % 16 or p.grad.dtype != dtype or not p.grad.is_contiguous():
+            if (new - old) % 16 or p.grad.dtype != dtype or not p.grad.is_contiguous():
                 return False
-        self.addresses[:, 1].copy_(torch.tensor(grads[:count], dtype=torch.int64), non_blocking=True)
+        self.addresses[:, 1].copy_(torch.tensor(grads, dtype=torch.int64), non_blocking=True)
         self.seen = (grads, *self.seen[1:])
         return True
 
@@ -115,15 +136,12 @@ class Table:
         found_inf = self.zero if found_inf is None else found_inf
         for x, copy, _ in self.copies:
             copy.copy_(x)
-        kernels.scalars_kernel[(-(-len(self.states) // kernels.TENSORS.value),)](
-            self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.dithers, self.count,
-            rules.scalars, self.decoupled,
-        )  # fmt: skip
-        for launch in self.launches:
-            kernels.step_kernel[(launch.programs,)](
-                self.addresses, self.shapes, launch.chunks, self.scalars, self.dithers, self.offsets, found_inf,
-                **launch.constants,
-            )  # fmt: skip
+        with self.guard(self.device):
+            self.prepare(
+                self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.dithers, self.count
+            )
+            for chunks, launch in self.launches:
+                launch(chunks, self.addresses, self.shapes, self.scalars, self.dithers, self.offsets, found_inf)
         for x, copy, written in self.copies:
             if written:
                 x.copy_(copy)
@@ -182,7 +200,8 @@ def _launches(rule, work, rows, device):
         for key, spans in chunks.items():
             entries = list(itertools.chain.from_iterable(_entries(*span) for span in spans))
             chunks_table = torch.cat(entries).to(device)
-            yield Launch(_constants(rule, *key, is_whole), chunks_table, len(chunks_table) * SPLIT)
+            constants = _constants(rule, *key, is_whole)
+            yield chunks_table, Launch(kernels.step_kernel, len(chunks_table) * SPLIT, constants, {"num_warps": 4})
 
 
 def _entries(tensor, start, end):
@@ -199,5 +218,5 @@ def _constants(rule, format, weights, p_dtype, g_dtype, whole):
         "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
         "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
         "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
-        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole, "num_warps": 4,
+        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole,
     }  # fmt: skip

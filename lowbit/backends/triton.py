@@ -7,14 +7,16 @@ needs the host.
 """
 
 from lowbit.dither import PHI, signed32
-from lowbit.ops import constexpr, jit, tl
+from lowbit.ops import APPROXIMATE, constexpr, jit, tl
 from lowbit.tile import step_tile
 
 POINTERS = constexpr(7)  # columns of the table of addresses: parameter, gradient, m, its scale, v, its scale, low bits
-SCALARS = constexpr(9)  # columns of the table of scalars: gradient factor and the eight of rules.scalars
+SCALARS = constexpr(9)  # columns of the table of scalars: those of rules.scalars
 HYPER = constexpr(6)  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
 TENSORS = constexpr(128)  # tensors that a program of scalars_kernel serves
 STEP_PHI = constexpr(signed32(PHI))
+STORE_BYTE = constexpr("st.global.u8 [$1], $2;  mov.b32 $0, 0;")
+STORE_WORD = constexpr("st.global.b32 [$1], $2;  mov.b32 $0, 0;")
 
 
 @jit
@@ -34,11 +36,10 @@ def scalars_kernel(
     step = tl.maximum(step, 1.0)  # a first step that is skipped
     row = hyper + tl.load(groups + i, mask=mask, other=0) * HYPER
     lr, beta1, beta2 = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    values = RULE(step.to(tl.float64), lr, beta1, beta2, tl.load(row + 3), tl.load(row + 4), DECOUPLED)
-    out = scalars + i * SCALARS
-    tl.store(out, (tl.load(row + 5) / tl.load(grad_scale)).to(tl.float32), mask=mask)
-    for k in tl.static_range(8):
-        tl.store(out + 1 + k, values[k].to(tl.float32), mask=mask)
+    factor = tl.load(row + 5) / tl.load(grad_scale)
+    values = RULE(step.to(tl.float64), lr, beta1, beta2, tl.load(row + 3), tl.load(row + 4), factor, DECOUPLED)
+    for k in tl.static_range(SCALARS):
+        tl.store(scalars + i * SCALARS + k, values[k].to(tl.float32), mask=mask)
     tl.store(dithers + i, step.to(tl.int32) * STEP_PHI, mask=mask)
 
 
@@ -73,6 +74,21 @@ def write(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
             tl.store(pointer, value)
         else:
             tl.store(pointer, value, mask=mask)
+
+
+@jit
+def write_scale(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
+    """Store scales ``[blocks, 1]``, which all threads of a block hold.
+
+    Triton would have one thread store each, through shared memory and barriers; on NVIDIA's GPUs all store, which is
+    one transaction.
+    """
+    if DTYPE is None or not (APPROXIMATE and WHOLE):
+        write(pointer, value, DTYPE, mask, WHOLE)
+    else:
+        pointer, word = pointer.to(tl.int64), value.to(tl.int32, bitcast=tl.float32 == DTYPE)
+        store: constexpr = STORE_BYTE if tl.uint8 == DTYPE else STORE_WORD
+        tl.inline_asm_elementwise(store, "=r,l,r", [pointer, word], tl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -120,7 +136,7 @@ def place(UNIT: constexpr, block, row, column, width, inside, WHOLE: constexpr):
 
 @jit
 def step_kernel(
-    addresses, shapes, chunks, scalars, dithers, offsets, found_inf,
+    chunks, addresses, shapes, scalars, dithers, offsets, found_inf,
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
@@ -158,6 +174,6 @@ def step_kernel(
         write(p_at, p, P, mask, WHOLE)
         write(low_at, low, LOW, mask, WHOLE)
         write(m_at, m, M, m_mask, WHOLE)
-        write(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
+        write_scale(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
         write(v_at, v, V, v_mask, WHOLE)
-        write(v_scale_at, v_scale, V_SCALE, inside, WHOLE)
+        write_scale(v_scale_at, v_scale, V_SCALE, inside, WHOLE)
