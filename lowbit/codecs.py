@@ -5,7 +5,8 @@ exponent of its block, as in OCP Microscaling (https://www.opencompute.org, "OCP
 scale is that exponent, biased like fp32's, in one byte. Encoding is an add and a shift of fp32 bits.
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
-adding random bits below the last kept bit and cutting off is unbiased in value. ``decode(codes, scale, factor)`` is its
+adding random bits below the last kept bit and cutting off is unbiased in value. Codecs of m take the lower half of
+``r``, because the upper one rounds the weight. ``decode(codes, scale, factor)`` is its
 inverse on codes, times ``factor``, which costs nothing where it can join the block's scale. Where a format has no
 scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours alone.
 """
@@ -43,7 +44,7 @@ def e4m3_encode(x, r):
     The block's exponent is that of 8/7 of its largest value (the fp32 below 8/7: the largest code keeps its place), for
     that code is 7/8 of a binade's end, and what is above never rounds up. It leaves no finite value above that code.
     """
-    e = minimum(bits(from_bits(finite_max(bits(x))) * 1.1428570747375488) >> 23, 253)
+    e = minimum(bits(from_bits(finite_max(bits(x), True)) * 1.1428570747375488) >> 23, 253)
     return e4m3_codes(x * from_bits((254 - e) << 23), r), to_uint8(e)
 
 
@@ -61,7 +62,7 @@ def e5m3_encode(x, r):
     the largest code.
     """
     b = bits(x)
-    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.0666666030883789) >> 23, 254) - 31, 0)
+    low = maximum(minimum(bits(from_bits(finite_max(b, False)) * 1.0666666030883789) >> 23, 254) - 31, 0)
     return saturated_byte(b + top_bits(r, 20) - (low << 23)), to_uint8(low)
 
 
@@ -75,7 +76,7 @@ def e5m3_decode(codes, scale, factor):
 def e3m1_encode(x, r):
     """3 exponent bits and 1 mantissa bit, two codes a byte; otherwise as :func:`e5m3_encode`."""
     b = bits(x)
-    low = maximum(minimum(bits(from_bits(finite_max(b)) * 1.3333332538604736) >> 23, 254) - 7, 0)
+    low = maximum(minimum(bits(from_bits(finite_max(b, False)) * 1.3333332538604736) >> 23, 254) - 7, 0)
     return pack((b + top_bits(r, 22) - (low << 23)) >> 22), to_uint8(low)
 
 
@@ -96,10 +97,10 @@ def square4_encode(x, r):
     Computed from u + 1, whose bits are at hand, and t + 2, so y is a code more; floats stay floats until the end.
     """
     b = bits(x)
-    top = from_bits(finite_max(b))
+    top = from_bits(finite_max(b, True))
     factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
     t = from_bits(b & 0x7FFFFFFF) * factor + 2.0
-    u = from_bits(top_bits(r, 23) + 0x3F800000)
+    u = from_bits(((r & 0xFFFF) << 7) + 0x3F800000)
     y = where(t < 3.0, t + (u * 0.08 - 1.08), sqrt(t + u * (u - 3.0)) + u)
     code = minimum(floor_bits(y), 0x4B000008) - 0x4B000001
     return pack(code + ((b >> 28) & 8)), top
@@ -117,7 +118,7 @@ def square4_decode(codes, scale, factor):
 @jit
 def bf16_encode(x, r):
     """fp32 to bf16, dithered; no scale."""
-    return bf16_from_bits(quiet(bits(x)) + top_bits(r, 16)), 0
+    return bf16_from_bits(quiet(bits(x)) + (r & 0xFFFF)), 0
 
 
 @jit

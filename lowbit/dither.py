@@ -10,21 +10,21 @@ import hashlib
 
 from lowbit.ops import jit, tl  # noqa: F401  Triton's interpreter looks for tl in the module of a formula
 
-PHI = 0x9E3779B9  # 2^32 over the golden ratio; all 32 bits count
+PHI = 0x9E379E37  # 2^32 over the golden ratio, and its lower half 2^16 over it; all bits count
 
 
 @jit
 def m_bits(first, lanes, step):
     """Bits for ``exp_avg`` ``[blocks, 32]``, from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
 
-    Each stream multiplies by an odd constant of its own, so that roundings do not agree.
+    They are the weight's: that uses the upper half, ``exp_avg`` the lower one, a sequence of its own.
     """
-    return (first * -1640531535 + step) + lanes * -1640531535  # 0x9E3779B1
+    return w_bits(first, lanes, step)
 
 
 @jit
 def v_bits(first, lanes, step):
-    """Bits for ``exp_avg_sq``."""
+    """Bits for ``exp_avg_sq``, from an odd multiplier of their own, so that roundings do not agree."""
     return (first * -2048144777 + step) + lanes * -2048144777  # 0x85EBCA77
 
 

@@ -187,14 +187,17 @@ def quiet(b):
 
 
 @jit
-def finite_max(b):
+def finite_max(b, SIGNED: constexpr):
     """Bits of the largest finite magnitude of each block ``[blocks, 1]``, from bits ``[blocks, 32]`` of fp32.
 
-    Doubling drops the sign; adding an exponent step then carries infinities and NaNs, and nothing else, past 2^32, from
-    where they lose to all others.
+    Adding an exponent step carries infinities and NaNs, and nothing else, past the integers' end, from where they lose
+    to all others. Doubling drops the sign, if values are ``SIGNED``.
     """
-    largest = tl.max(((b << 1) + 0x01000000).to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
-    return ((tl.maximum(largest, 0x01000000) - 0x01000000) >> 1).to(tl.int32, bitcast=True)
+    if SIGNED:
+        largest = tl.max(((b << 1) + 0x01000000).to(tl.uint32, bitcast=True), axis=1, keep_dims=True)
+        return ((tl.maximum(largest, 0x01000000) - 0x01000000) >> 1).to(tl.int32, bitcast=True)
+    else:
+        return tl.maximum(tl.max(b + 0x00800000, axis=1, keep_dims=True), 0x00800000) - 0x00800000
 
 
 # --- torch's words ---
@@ -204,11 +207,12 @@ def _quiet(b):
     return torch.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, b)
 
 
-def _finite_max(b):
+def _finite_max(b, signed):
     if torch.compiler.is_compiling():  # inductor reduces fp32 vectors in registers, but int32 ones element by element
-        x = (b & 0x7FFFFFFF).view(torch.float32)
+        x = (b & 0x7FFFFFFF if signed else b).view(torch.float32)
         return torch.where(x < float("inf"), x, 0.0).amax(dim=1, keepdim=True).view(torch.int32)
-    return ((b & 0x7FFFFFFF).add_(0x00800000)).amax(dim=1, keepdim=True).clamp_(min=0x00800000).sub_(0x00800000)
+    b = b & 0x7FFFFFFF if signed else b
+    return (b + 0x00800000).amax(dim=1, keepdim=True).clamp_(min=0x00800000).sub_(0x00800000)
 
 
 def _sqrt(x):

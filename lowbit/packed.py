@@ -32,18 +32,18 @@ def e4m3_values(codes):
 def e4m3_codes(y, r):
     """fp32 of at most 1.75, in units of 2^8, as dithered E4M3 codes; the inverse of :func:`e4m3_values`.
 
-    An fp16, whose subnormals are the format's too, keeps ten mantissa bits; the upper seven of ``r`` are added to the
-    lower seven, which are cut off.
+    An fp16, whose subnormals are the format's too, keeps ten mantissa bits; the upper seven of the lower half of ``r``
+    are added to the lower seven, which are cut off.
     """
     if APPROXIMATE:  # two fp16 in a register: their sums and shifts stay apart
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c;
             cvt.rn.f16x2.f32 a, $2, $1;
-            prmt.b32 c, $5, $6, 0x7632;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 a, a, c;
+            prmt.b32 c, $5, $6, 0x5410;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 a, a, c;
             shl.b32 c, a, 1;  lop3.b32 a, a, c, 0x80008000, 0xE4;
             cvt.rn.f16x2.f32 b, $4, $3;
-            prmt.b32 c, $7, $8, 0x7632;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 b, b, c;
+            prmt.b32 c, $7, $8, 0x5410;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 b, b, c;
             shl.b32 c, b, 1;  lop3.b32 b, b, c, 0x80008000, 0xE4;
             prmt.b32 $0, a, b, 0x7531;
             }""",
@@ -51,7 +51,7 @@ def e4m3_codes(y, r):
         )  # fmt: skip
     else:
         b = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        return ((((b + ((r >> 25) & 0x7F)) >> 7) & 0x7F) | ((b >> 8) & 0x80)).to(tl.uint8)
+        return ((((b + ((r >> 9) & 0x7F)) >> 7) & 0x7F) | ((b >> 8) & 0x80)).to(tl.uint8)
 
 
 @jit
@@ -105,7 +105,7 @@ def _e4m3_values(codes):
 
 def _e4m3_codes(y, r):
     b = y.to(torch.float16).view(torch.int16)
-    r = (r >> 25).to(torch.int16) & 0x7F
+    r = (r.to(torch.int16) >> 9) & 0x7F
     return (((b + r) >> 7) & 0x7F | (b >> 8) & 0x80).to(torch.uint8)
 
 

@@ -19,6 +19,7 @@ from lowbit.ops import BLOCK, tl
 from lowbit.plan import real
 
 BLOCKS = 32  # blocks of 32 elements that a program steps: eight elements a thread with four warps
+EACH = 1  # chunks that a program steps, one after another
 SPLIT = 16  # programs that share an entry of the table of chunks
 CHUNK = BLOCKS * BLOCK
 
@@ -63,7 +64,7 @@ class Table:
         self.device, self.rule, self.decoupled = device, rule, decoupled
         self.params = [w[3] for w in work] + others
         self.states = [w[5] for w in work]
-        self.options = options(groups)
+        self.options, self.members = options(groups), members(groups)
         self.copies = []  # (tensor, its contiguous copy, whether it is written back)
         for *_, state in work:
             state["step"] = state["step"].to(device)  # counted on the device: a step has nothing to ask the host
@@ -87,8 +88,13 @@ class Table:
         # kernels run on the current device, which need not be this one
         self.guard = getattr(torch.get_device_module(device), "device", contextlib.nullcontext)
         self.hyper_rows = None
-        self.grad_dtypes = [p.grad.dtype for p in self.params[: len(work)]]
-        self.seen = self._seen()
+        self.stepped = self.params[: len(work)]
+        self.grad_dtypes = [p.grad.dtype for p in self.stepped]
+        self.grads, self.addresses_seen = (
+            list(map(_address, map(_grad, self.stepped))),
+            list(map(_address, self.params)),
+        )
+        self.moments = list(map(_exp_avg, self.states))
 
     def _addresses(self, p, state):
         p, g = self._contiguous(real(p), True), self._contiguous(real(p.grad), False)
@@ -101,20 +107,19 @@ class Table:
         self.copies.append((x.detach(), copy, written))
         return copy
 
-    def _seen(self):
-        """What must not have changed for the tables to hold; raises if a gradient came or went."""
-        grads = list(map(_address, map(_grad, self.params[: len(self.states)])))
-        if any(p.grad is not None for p in self.params[len(self.states) :]):
-            raise TypeError("a parameter has got its first gradient")
-        return grads, list(map(_address, self.params)), list(map(id, map(_exp_avg, self.states)))
-
     def serves(self, groups):
         """Whether the tables hold for the optimizer as it is now."""
         try:
-            seen = self._seen()
-            if options(groups) != self.options or seen[1:] != self.seen[1:]:
+            grads = list(map(_address, map(_grad, self.stepped)))
+            if any(p.grad is not None for p in self.params[len(self.stepped) :]):
                 return False
-            return seen[0] == self.seen[0] or self._follow(seen[0])
+            if options(groups) != self.options or not same(members(groups), self.members):
+                return False
+            if list(map(_address, self.params)) != self.addresses_seen:
+                return False
+            if not same(map(_exp_avg, self.states), self.moments):
+                return False
+            return grads == self.grads or self._follow(grads)
         except (TypeError, RuntimeError, KeyError):  # no gradient, a sparse one, a state that was taken away
             return False
 
@@ -122,11 +127,11 @@ class Table:
         """Take new addresses of gradients into the tables, which is all that most steps need; False if it is not."""
         if self.copies:
             return False
-        for p, dtype, old, new in zip(self.params, self.grad_dtypes, self.seen[0], grads, strict=False):
+        for p, dtype, old, new in zip(self.stepped, self.grad_dtypes, self.grads, grads, strict=True):
             if (new - old) % 16 or p.grad.dtype != dtype or not p.grad.is_contiguous():
                 return False
         self.addresses[:, 1].copy_(torch.tensor(grads, dtype=torch.int64), non_blocking=True)
-        self.seen = (grads, *self.seen[1:])
+        self.grads = grads
         return True
 
     def step(self, groups, grad_scale=None, found_inf=None):
@@ -170,11 +175,20 @@ def hyper(group, device):
 
 
 def options(groups):
-    """What of the groups decides the layout of states, and which parameters there are."""
+    """What of the groups decides the layout of states."""
     return [
-        (*(group[name] for name in ("state", "weights", "min_numel", "seed")), list(map(id, group["params"])))
-        for group in groups
+        (*(group[name] for name in ("state", "weights", "min_numel", "seed")), len(group["params"])) for group in groups
     ]
+
+
+def members(groups):
+    """All parameters of the groups."""
+    return list(itertools.chain.from_iterable(group["params"] for group in groups))
+
+
+def same(found, known):
+    """Whether two sequences of one length hold the same objects."""
+    return all(map(operator.is_, found, known))
 
 
 def _shape(layout):
@@ -206,8 +220,8 @@ def _launches(rule, work, rows, device):
 
 def _entries(tensor, start, end):
     """Rows of the table of chunks for chunks ``start`` … ``end`` of a tensor."""
-    first = torch.arange(start, end, SPLIT, dtype=torch.int32)
-    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT)), dim=1)
+    first = torch.arange(start, end, SPLIT * EACH, dtype=torch.int32)
+    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT * EACH)), dim=1)
 
 
 def _constants(rule, format, weights, p_dtype, g_dtype, whole):
@@ -218,5 +232,5 @@ def _constants(rule, format, weights, p_dtype, g_dtype, whole):
         "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
         "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
         "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
-        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole,
+        "BLOCKS": BLOCKS, "EACH": EACH, "SPLIT": SPLIT, "WHOLE": whole,
     }  # fmt: skip

@@ -44,12 +44,12 @@ def scalars_kernel(
 
 
 @jit
-def at(address, DTYPE: constexpr, WHOLE: constexpr):
-    """The pointer at a table's address; whole chunks are aligned, which makes their loads 128 bits wide.
+def pointer_at(address, DTYPE: constexpr, WHOLE: constexpr):
+    """The pointer of a table's address; whole chunks are aligned, which makes their loads 128 bits wide.
 
     A tensor that the format does not have, ``DTYPE`` None, has a pointer that is not followed.
     """
-    pointer = tl.load(address).to(tl.pointer_type(tl.int8 if DTYPE is None else DTYPE))
+    pointer = address.to(tl.pointer_type(tl.int8 if DTYPE is None else DTYPE))
     if WHOLE:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -92,20 +92,6 @@ def write_scale(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
 
 
 @jit
-def new_values(
-    p, low, g, m, m_scale, v, v_scale, first, dither, scalars, RULE: constexpr, M_DECODE: constexpr,
-    M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr, W_DECODE: constexpr, W_ENCODE: constexpr,
-):  # fmt: skip
-    """:func:`lowbit.tile.step_tile` with the scalars at an address."""
-    return step_tile(
-        p, low, g, m, m_scale, v, v_scale, first, tl.arange(0, 32)[None, :], dither, tl.load(scalars),
-        tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5),
-        tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8),
-        RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
-    )  # fmt: skip
-
-
-@jit
 def locate(shapes, start, BLOCKS: constexpr, WHOLE: constexpr):
     """Where the blocks of a chunk are, from the number of its first block.
 
@@ -135,45 +121,73 @@ def place(UNIT: constexpr, block, row, column, width, inside, WHOLE: constexpr):
 
 
 @jit
+def row_of(table, row, COLUMNS: constexpr):
+    """A row of a table as a tuple of scalars."""
+    at = table + row * COLUMNS
+    values = (tl.load(at),)
+    for k in tl.static_range(1, COLUMNS):
+        values = values + (tl.load(at + k),)  # noqa: RUF005  Triton knows no star here
+    return values
+
+
+@jit
+def step_chunk(
+    chunk, shapes, at, scalars, dither, parameter_offset,
+    RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
+    W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
+    V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
+    BLOCKS: constexpr, WHOLE: constexpr,
+):  # fmt: skip
+    """Blocks ``chunk * BLOCKS`` and on of one tensor, ``BLOCKS`` of them, one step on; ``at`` holds its addresses."""
+    base, block, row, column, width, inside, first = locate(shapes, chunk.to(tl.int64) * BLOCKS, BLOCKS, WHOLE)
+    offset, mask = place(32, block, row, column, width, inside, WHOLE)
+    m_offset, m_mask = place(M_UNIT, block, row, column, width, inside, WHOLE)
+    v_offset, v_mask = place(V_UNIT, block, row, column, width, inside, WHOLE)
+    p_at = pointer_at(at[0], P, WHOLE) + base * 32 + offset
+    g_at = pointer_at(at[1], G, WHOLE) + base * 32 + offset
+    m_at = pointer_at(at[2], M, WHOLE) + base * M_UNIT + m_offset
+    m_scale_at = pointer_at(at[3], M_SCALE, False) + base + block
+    v_at = pointer_at(at[4], V, WHOLE) + base * V_UNIT + v_offset
+    v_scale_at = pointer_at(at[5], V_SCALE, False) + base + block
+    low_at = pointer_at(at[6], LOW, WHOLE) + base * 32 + offset
+    p, low, m, m_scale, v, v_scale = step_tile(
+        read(p_at, P, mask, WHOLE), read(low_at, LOW, mask, WHOLE), read(g_at, G, mask, WHOLE),
+        read(m_at, M, m_mask, WHOLE), read(m_scale_at, M_SCALE, inside, WHOLE),
+        read(v_at, V, v_mask, WHOLE), read(v_scale_at, V_SCALE, inside, WHOLE),
+        first + parameter_offset, tl.arange(0, 32)[None, :], dither, scalars[0], scalars[1], scalars[2], scalars[3],
+        scalars[4], scalars[5], scalars[6], scalars[7], scalars[8],
+        RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+    )  # fmt: skip
+    write(p_at, p, P, mask, WHOLE)
+    write(low_at, low, LOW, mask, WHOLE)
+    write(m_at, m, M, m_mask, WHOLE)
+    write_scale(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
+    write(v_at, v, V, v_mask, WHOLE)
+    write_scale(v_scale_at, v_scale, V_SCALE, inside, WHOLE)
+
+
+@jit
 def step_kernel(
     chunks, addresses, shapes, scalars, dithers, offsets, found_inf,
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, SPLIT: constexpr, WHOLE: constexpr,
+    BLOCKS: constexpr, EACH: constexpr, SPLIT: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    """One chunk of ``BLOCKS`` blocks of 32 elements one step on.
+    """``EACH`` chunks of ``BLOCKS`` blocks of 32 elements one step on.
 
     ``chunks`` int32 ``[·, 3]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs, and how many
     there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is cut into
     blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
     """
-    k, entry = tl.program_id(0) % SPLIT, chunks + tl.program_id(0) // SPLIT * 3
-    if (k < tl.load(entry + 2)) & (tl.load(found_inf) == 0.0):
-        tensor = tl.load(entry)
-        start = (tl.load(entry + 1) + k).to(tl.int64) * BLOCKS
-        base, block, row, column, width, inside, first = locate(shapes + tensor * 3, start, BLOCKS, WHOLE)
-        at_tensor = addresses + tensor * POINTERS
-        offset, mask = place(32, block, row, column, width, inside, WHOLE)
-        m_offset, m_mask = place(M_UNIT, block, row, column, width, inside, WHOLE)
-        v_offset, v_mask = place(V_UNIT, block, row, column, width, inside, WHOLE)
-        p_at = at(at_tensor, P, WHOLE) + base * 32 + offset
-        g_at = at(at_tensor + 1, G, WHOLE) + base * 32 + offset
-        m_at = at(at_tensor + 2, M, WHOLE) + base * M_UNIT + m_offset
-        m_scale_at = at(at_tensor + 3, M_SCALE, False) + base + block
-        v_at = at(at_tensor + 4, V, WHOLE) + base * V_UNIT + v_offset
-        v_scale_at = at(at_tensor + 5, V_SCALE, False) + base + block
-        low_at = at(at_tensor + 6, LOW, WHOLE) + base * 32 + offset
-        p, low, m, m_scale, v, v_scale = new_values(
-            read(p_at, P, mask, WHOLE), read(low_at, LOW, mask, WHOLE), read(g_at, G, mask, WHOLE),
-            read(m_at, M, m_mask, WHOLE), read(m_scale_at, M_SCALE, inside, WHOLE),
-            read(v_at, V, v_mask, WHOLE), read(v_scale_at, V_SCALE, inside, WHOLE),
-            first + tl.load(offsets + tensor), tl.load(dithers + tensor), scalars + tensor * SCALARS,
-            RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
-        )  # fmt: skip
-        write(p_at, p, P, mask, WHOLE)
-        write(low_at, low, LOW, mask, WHOLE)
-        write(m_at, m, M, m_mask, WHOLE)
-        write_scale(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
-        write(v_at, v, V, v_mask, WHOLE)
-        write_scale(v_scale_at, v_scale, V_SCALE, inside, WHOLE)
+    entry, start = chunks + tl.program_id(0) // SPLIT * 3, tl.program_id(0) % SPLIT * EACH
+    tensor, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    if (start < count) & (tl.load(found_inf) == 0.0):
+        at, values = row_of(addresses, tensor, POINTERS), row_of(scalars, tensor, SCALARS)
+        dither, parameter_offset = tl.load(dithers + tensor), tl.load(offsets + tensor)
+        for k in range(start, min(start + EACH, count)):
+            step_chunk(
+                first + k, shapes + tensor * 3, at, values, dither, parameter_offset,
+                RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+                P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, BLOCKS, WHOLE,
+            )  # fmt: skip
