@@ -15,11 +15,10 @@ import torch
 from lowbit import rules
 from lowbit.backends import triton as kernels
 from lowbit.dither import parameter_offset, signed32
-from lowbit.ops import BLOCK, tl
+from lowbit.ops import APPROXIMATE, BLOCK, tl
 from lowbit.plan import real
 
 BLOCKS = 32  # blocks of 32 elements that a program steps: eight elements a thread with four warps
-EACH = 1  # chunks that a program steps, one after another
 SPLIT = 16  # programs that share an entry of the table of chunks
 CHUNK = BLOCKS * BLOCK
 
@@ -215,13 +214,21 @@ def _launches(rule, work, rows, device):
             entries = list(itertools.chain.from_iterable(_entries(*span) for span in spans))
             chunks_table = torch.cat(entries).to(device)
             constants = _constants(rule, *key, is_whole)
-            yield chunks_table, Launch(kernels.step_kernel, len(chunks_table) * SPLIT, constants, {"num_warps": 4})
+            yield chunks_table, Launch(kernels.step_kernel, len(chunks_table) * SPLIT, constants, _options(key[0]))
+
+
+def _options(format):
+    """Warps and registers: with more registers than it would take by itself, ptxas starts all loads at once.
+
+    Measured on an H200: 19.0 ms against 19.9 in 8 bits; in 4 bits, where arithmetic decides, 20.3 against 19.4.
+    """
+    return {"num_warps": 4} | ({"maxnreg": 64} if APPROXIMATE.value and format.m.bits > 4 else {})
 
 
 def _entries(tensor, start, end):
     """Rows of the table of chunks for chunks ``start`` … ``end`` of a tensor."""
-    first = torch.arange(start, end, SPLIT * EACH, dtype=torch.int32)
-    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT * EACH)), dim=1)
+    first = torch.arange(start, end, SPLIT, dtype=torch.int32)
+    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT)), dim=1)
 
 
 def _constants(rule, format, weights, p_dtype, g_dtype, whole):
@@ -232,5 +239,5 @@ def _constants(rule, format, weights, p_dtype, g_dtype, whole):
         "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
         "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
         "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
-        "BLOCKS": BLOCKS, "EACH": EACH, "SPLIT": SPLIT, "WHOLE": whole,
+        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole,
     }  # fmt: skip

@@ -172,22 +172,20 @@ def step_kernel(
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, EACH: constexpr, SPLIT: constexpr, WHOLE: constexpr,
+    BLOCKS: constexpr, SPLIT: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    """``EACH`` chunks of ``BLOCKS`` blocks of 32 elements one step on.
+    """One chunk of ``BLOCKS`` blocks of 32 elements one step on.
 
     ``chunks`` int32 ``[·, 3]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs, and how many
     there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is cut into
     blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
     """
-    entry, start = chunks + tl.program_id(0) // SPLIT * 3, tl.program_id(0) % SPLIT * EACH
+    entry, k = chunks + tl.program_id(0) // SPLIT * 3, tl.program_id(0) % SPLIT
     tensor, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    if (start < count) & (tl.load(found_inf) == 0.0):
+    if (k < count) & (tl.load(found_inf) == 0.0):
         at, values = row_of(addresses, tensor, POINTERS), row_of(scalars, tensor, SCALARS)
-        dither, parameter_offset = tl.load(dithers + tensor), tl.load(offsets + tensor)
-        for k in range(start, min(start + EACH, count)):
-            step_chunk(
-                first + k, shapes + tensor * 3, at, values, dither, parameter_offset,
-                RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
-                P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, BLOCKS, WHOLE,
-            )  # fmt: skip
+        step_chunk(
+            first + k, shapes + tensor * 3, at, values, tl.load(dithers + tensor), tl.load(offsets + tensor),
+            RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+            P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, BLOCKS, WHOLE,
+        )  # fmt: skip
