@@ -16,6 +16,8 @@ class AdamW(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         maximize: ascend instead of descend.
+        capturable: as in torch; on a GPU a CUDA graph can capture every step after the first, either way. A learning
+            rate that is to change between replays is a tensor on the GPU.
         fused: as in torch; True takes the compiled step where the machine has one, False plain torch operations.
         state: format of the moments: ``8bit`` (= ``fp8``, 2.06 bytes a parameter), ``12bit`` (1.56), ``4bit`` (1.16),
             ``bf16`` (4) or ``fp32`` (8). Vectors and tensors below ``min_numel`` elements keep fp32.
@@ -24,11 +26,12 @@ class AdamW(Optimizer):
             parameter), ``nearest`` (torch's way; small updates are lost). fp32 weights need none of it.
         min_numel: tensors with fewer elements, counted before sharding, keep fp32 state.
         seed: of the dither that rounds state and weights. No random generator is used.
-        backend: ``auto``, ``eager`` or ``compiled``.
+        backend: ``auto`` (the kernel on GPUs; on a CPU compiled for large models, else eager), ``triton``,
+            ``compiled`` or ``eager``.
         bf16_stochastic_round: torchao's name: True is ``weights="stochastic"``, False ``weights="nearest"``.
 
     Raises:
-        ValueError: an option out of range, unknown, or not supported (``amsgrad``, ``foreach``, ``capturable``,
+        ValueError: an option out of range, unknown, or not supported (``amsgrad``, ``foreach``,
             ``differentiable``), with the reason.
         TypeError: a parameter of another dtype.
     """
@@ -38,7 +41,7 @@ class AdamW(Optimizer):
         foreach=None, capturable=False, differentiable=False, fused=None, state="8bit", weights="auto", min_numel=4096,
         seed=0, backend="auto", bf16_stochastic_round=None,
     ):  # fmt: skip
-        refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable)
+        refuse(amsgrad=amsgrad, foreach=foreach, differentiable=differentiable)
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, state=state,
             weights=weights_for(weights, bf16_stochastic_round), min_numel=min_numel, seed=seed,

@@ -11,7 +11,6 @@ from lowbit.weights import DTYPES, MODES, WEIGHTS
 REFUSED = {
     "amsgrad": "it needs a third moment, which no format here keeps; use amsgrad=False",
     "foreach": "there is one implementation, already over many tensors at once; leave foreach unset",
-    "capturable": "step counts and learning rates are read on the host; use capturable=False",
     "differentiable": "rounding state to codes has no gradient; use differentiable=False",
 }
 
