@@ -136,3 +136,9 @@ def test_where_compiling_fails_eager_serves(monkeypatch, caplog):
     assert_same_state(optimizer.state[p], other.state[q])
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="no compiler"):
         run(lowbit.AdamW([p], backend="compiled"), [p], 1)
+
+
+def test_tables_of_the_documentation_are_what_the_results_say():
+    script = Path(__file__).parent.parent / "benchmarks" / "docs.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout

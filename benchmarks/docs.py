@@ -1,0 +1,91 @@
+"""Write the tables of README and docs from the files in ``benchmarks/results``: ``python benchmarks/docs.py``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``--check`` changes nothing and exits with 1 if
+one is not what its file says.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "README.md")
+
+FINE_TUNED = (  # name in the report, how the README calls it, its weights
+    ("torch-fp32", "`torch.optim.AdamW(fused=True)`, autocast", "fp32"),
+    ("torch", "`torch.optim.AdamW(fused=True)`", "bf16"),
+    ("8bit", "`lowbit.AdamW8bit`", "bf16, dithered"),
+    ("12bit", '`lowbit.AdamW(state="12bit")`', "bf16, dithered"),
+    ("4bit", "`lowbit.AdamW4bit`", "bf16, dithered"),
+    ("8bit+nearest", '`lowbit.AdamW8bit(weights="nearest")`', "bf16, nearest"),
+)
+LAW_COLUMNS = ("fp32", "8bit", "12bit", "4bit", "bitsandbytes-8bit", "torchao-8bit", "torchao-4bit")
+
+
+def read(name):
+    """A result file."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def grid(head, rows, numbers_from):
+    """A Markdown table whose columns from ``numbers_from`` on are numbers."""
+    rule = ["---" if i < numbers_from else "--:" for i in range(len(head))]
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
+    return "\n".join(f"| {line} |" for line in (lines[0], " | ".join(rule), *lines[1:]))
+
+
+def fine_tuned():
+    """Held-out loss after one epoch of SmolLM2, and the state that it took."""
+    rows = {row["optimizer"]: row["result"] for row in read("smollm2-alpaca-h200/report.json")["rows"]}
+    body = [
+        (shown, weights, f"{rows[name]['state_bytes_per_param']:.2f}", f"{rows[name]['held_out_loss']:.4f}")
+        for name, shown, weights in FINE_TUNED
+    ]
+    before = ("not fine-tuned", "", "", f"{rows['not fine-tuned']['held_out_loss']:.4f}")
+    return grid(("optimizer", "weights", "state, bytes a parameter", "held-out loss"), (before, *body), 2)
+
+
+def step_cpu():
+    """Milliseconds of a step on a CPU."""
+    body = [
+        (row["name"], f"{row['ms']:.0f}", f"{row['state_bytes']:.2f}")
+        for row in read("step-cpu.json")["results"]
+        if "ms" in row
+    ]
+    return grid(("optimizer", "ms a step", "state, bytes a parameter"), body, 1)
+
+
+def laws_cpu():
+    """Every law of every optimizer that ran."""
+    report = read("laws-cpu.json")
+    columns = [report["results"][name]["values"] for name in LAW_COLUMNS]
+    body = [
+        (law["title"], law["must_8bit"], law["must_4bit"], *(f"{column[i]:.3g}" for column in columns))
+        for i, law in enumerate(report["laws"])
+    ]
+    return grid(("law", "8bit must", "4bit must", *LAW_COLUMNS), body, 1)
+
+
+TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "laws-cpu": laws_cpu}
+
+
+def filled(text):
+    """The text of a page with its tables as the results say."""
+    pattern = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
+
+
+def main(check):
+    """Fill the pages, or only look at them; returns the exit status."""
+    stale = [page for page in PAGES if filled(page.read_text(encoding="utf-8")) != page.read_text(encoding="utf-8")]
+    for page in stale:
+        print(f"{page.relative_to(ROOT)} is {'not what the results say' if check else 'written'}")
+        if not check:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
