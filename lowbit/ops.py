@@ -9,6 +9,7 @@ Tensors in formulas are tiles of shape ``[blocks, 32]`` (a scale is ``[blocks, 1
 
 import builtins
 import functools
+import math
 import os
 import types
 
@@ -204,7 +205,10 @@ def finite_max(b, SIGNED: constexpr):
 
 
 def _quiet(b):
-    return torch.where((b & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, b)
+    x = b.view(torch.float32)
+    if b.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isnan(x.sum().item()):
+        return b  # a sum takes a tenth of the time of a mask
+    return b.masked_fill(x.isnan(), 0x7FC00000)
 
 
 def _finite_max(b, signed):

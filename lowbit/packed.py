@@ -99,14 +99,27 @@ def unpack(codes):
 
 
 def _e4m3_values(codes):
-    b = codes.to(torch.int16)
-    return (((b << 7) & 0x3F80) | ((b << 8) & -0x8000)).view(torch.float16).to(torch.float32)
+    b = codes.view(torch.int8).to(torch.int32)
+    return ((b << 20) & -0x78100000).view(torch.float32) * 5.192296858534828e33  # 2^112, fp32's bias less fp16's
 
 
 def _e4m3_codes(y, r):
+    if torch.compiler.is_compiling():
+        b = _half_bits(y)
+        return (((b + ((r >> 9) & 0x7F)) >> 7) & 0x7F | (b >> 8) & 0x80).to(torch.uint8)
     b = y.to(torch.float16).view(torch.int16)
-    r = (r.to(torch.int16) >> 9) & 0x7F
-    return (((b + r) >> 7) & 0x7F | (b >> 8) & 0x80).to(torch.uint8)
+    code = r.to(torch.int16).bitwise_right_shift_(9).bitwise_and_(0x7F).add_(b)
+    code.bitwise_right_shift_(7).bitwise_and_(0x7F)
+    return code.bitwise_or_(b.bitwise_right_shift_(8).bitwise_and_(0x80)).to(torch.uint8)
+
+
+def _half_bits(y):
+    """``y`` to the nearest fp16, as bits in int32: where the compiler would convert element by element."""
+    b = y.view(torch.int32)
+    magnitude = b & 0x7FFFFFFF
+    normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - 0x1C000
+    subnormal = (magnitude.view(torch.float32) + 0.5).view(torch.int32) - 0x3F000000  # 0.5 has the ulp of fp16's lowest
+    return torch.where(magnitude < 0x38800000, subnormal, normal) | ((b >> 16) & 0x8000)
 
 
 def _pack(codes):
