@@ -14,24 +14,18 @@ PHI = 0x9E379E37  # 2^32 over the golden ratio, and its lower half 2^16 over it;
 
 
 @jit
-def m_bits(first, lanes, step):
-    """Bits for ``exp_avg`` ``[blocks, 32]``, from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
+def w_bits(first, lanes, step):
+    """Bits ``[blocks, 32]`` from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
 
-    They are the weight's: that uses the upper half, ``exp_avg`` the lower one, a sequence of its own.
+    The upper half rounds the weight, the lower one ``exp_avg``: a sequence as even, of its own.
     """
-    return w_bits(first, lanes, step)
+    return (first * -1028477379 + step) + lanes * -1028477379  # 0xC2B2AE3D
 
 
 @jit
 def v_bits(first, lanes, step):
     """Bits for ``exp_avg_sq``, from an odd multiplier of their own, so that roundings do not agree."""
     return (first * -2048144777 + step) + lanes * -2048144777  # 0x85EBCA77
-
-
-@jit
-def w_bits(first, lanes, step):
-    """Bits for the weight."""
-    return (first * -1028477379 + step) + lanes * -1028477379  # 0xC2B2AE3D
 
 
 def signed32(x):

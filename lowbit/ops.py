@@ -204,17 +204,30 @@ def finite_max(b, SIGNED: constexpr):
 # --- torch's words ---
 
 
+def _plain(x):
+    """Whether this is the eager backend on a CPU, which may look at values, and ``x`` sums up to a finite number."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and math.isfinite(x.sum().item())
+
+
+def _bf16_from_bits(b):
+    if torch.compiler.is_compiling():  # inductor moves 16-bit integers element by element
+        return (b & -65536).view(torch.float32).to(torch.bfloat16)
+    return (b >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def _quiet(b):
     x = b.view(torch.float32)
-    if b.device.type == "cpu" and not torch.compiler.is_compiling() and not math.isnan(x.sum().item()):
-        return b  # a sum takes a tenth of the time of a mask
-    return b.masked_fill(x.isnan(), 0x7FC00000)
+    return b if _plain(x) else b.masked_fill(x.isnan(), 0x7FC00000)
 
 
 def _finite_max(b, signed):
+    x = b.view(torch.float32)
     if torch.compiler.is_compiling():  # inductor reduces fp32 vectors in registers, but int32 ones element by element
         x = (b & 0x7FFFFFFF if signed else b).view(torch.float32)
         return torch.where(x < float("inf"), x, 0.0).amax(dim=1, keepdim=True).view(torch.int32)
+    largest = (x.abs() if signed else x).amax(dim=1, keepdim=True)
+    if _plain(largest):
+        return largest.view(torch.int32)
     b = b & 0x7FFFFFFF if signed else b
     return (b + 0x00800000).amax(dim=1, keepdim=True).clamp_(min=0x00800000).sub_(0x00800000)
 
@@ -236,7 +249,7 @@ TORCH = {
     "to_int16": lambda x: x.to(torch.int16),
     "to_bf16": lambda x: x.to(torch.bfloat16),
     "to_fp16": lambda x: x.to(torch.float16),
-    "bf16_from_bits": lambda b: (b & -65536).view(torch.float32).to(torch.bfloat16),
+    "bf16_from_bits": _bf16_from_bits,
     "fp16_from_bits": lambda b: b.to(torch.int16).view(torch.float16),
     "where": torch.where,
     "minimum": lambda a, b: a.clamp(max=b) if isinstance(b, int) else torch.minimum(a, b),

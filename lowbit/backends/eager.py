@@ -12,7 +12,7 @@ from lowbit.ops import BLOCK, in_torch
 from lowbit.plan import cut, pieces, tiled, untiled
 from lowbit.tile import step_tile
 
-CPU_PIECE = 1 << 18  # elements; fp32 temporaries of a MB stay in cache, and hide what a torch operation costs
+CPU_PIECE = 1 << 19  # elements; fp32 temporaries of 2 MB stay in cache, and hide what a torch operation costs
 DEVICE_PIECE = 1 << 24  # on a GPU enough to hide launches, and a bound on temporary memory
 
 
