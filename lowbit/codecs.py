@@ -5,10 +5,10 @@ exponent of its block, as in OCP Microscaling (https://www.opencompute.org, "OCP
 scale is that exponent, biased like fp32's, in one byte. Encoding is an add and a shift of fp32 bits.
 
 ``encode(x, r) -> (codes, scale)`` rounds fp32 values with the uniform 32-bit integers ``r`` (:mod:`lowbit.dither`):
-adding random bits below the last kept bit and cutting off is unbiased in value. Codecs of m take the lower half of
-``r``, because the upper one rounds the weight. ``decode(codes, scale, factor)`` is its
-inverse on codes, times ``factor``, which costs nothing where it can join the block's scale. Where a format has no
-scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours alone.
+adding random bits below the last kept bit and cutting off is exactly unbiased in value.
+``decode(codes, scale, factor)`` is its inverse on codes, times ``factor``, which costs nothing where it can join the
+block's scale. Where a format has no scale, 0 stands for it. A value that is infinite or NaN leaves its neighbours
+alone.
 """
 
 from dataclasses import dataclass
@@ -34,18 +34,23 @@ from lowbit.ops import (
     top_bits,
     where,
 )
-from lowbit.packed import e4m3_codes, e4m3_values, pack, saturated_byte, unpack
+from lowbit.packed import e4m3_values, pack, saturated_byte, unpack
 
 
 @jit
 def e4m3_encode(x, r):
     """Sign, 4 exponent and 3 mantissa bits, with subnormals and zero; 0x7F, NaN in OCP E4M3, is not used.
 
-    The block's exponent is that of 8/7 of its largest value (the fp32 below 8/7: the largest code keeps its place), for
-    that code is 7/8 of a binade's end, and what is above never rounds up. It leaves no finite value above that code.
+    Multiplying by a power of two puts the top binade at biased exponent 15, so that the kept bits are bits 20 to 26 and
+    fp32's own subnormals are the format's. The block's exponent is that of 8/7 of its largest value (the fp32 below
+    8/7: the largest code keeps its place), for that code is 7/8 of a binade's end, and what is above never rounds up.
     """
-    e = minimum(bits(from_bits(finite_max(bits(x), True)) * 1.1428570747375488) >> 23, 253)
-    return e4m3_codes(x * from_bits((254 - e) << 23), r), to_uint8(e)
+    b = bits(x)
+    e = minimum(bits(from_bits(finite_max(b, True)) * 1.1428570747375488) >> 23, 253)
+    # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
+    y = bits(from_bits(b & 0x7FFFFFFF) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
+    code = (minimum(y, 0x07E00000) + top_bits(r, 20)) >> 20
+    return to_uint8(code | ((b >> 24) & 0x80)), to_uint8(e)
 
 
 @jit
@@ -100,7 +105,7 @@ def square4_encode(x, r):
     top = from_bits(finite_max(b, True))
     factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
     t = from_bits(b & 0x7FFFFFFF) * factor + 2.0
-    u = from_bits(((r & 0xFFFF) << 7) + 0x3F800000)
+    u = from_bits(top_bits(r, 23) + 0x3F800000)
     y = where(t < 3.0, t + (u * 0.08 - 1.08), sqrt(t + u * (u - 3.0)) + u)
     code = minimum(floor_bits(y), 0x4B000008) - 0x4B000001
     return pack(code + ((b >> 28) & 8)), top
@@ -118,7 +123,7 @@ def square4_decode(codes, scale, factor):
 @jit
 def bf16_encode(x, r):
     """fp32 to bf16, dithered; no scale."""
-    return bf16_from_bits(quiet(bits(x)) + (r & 0xFFFF)), 0
+    return bf16_from_bits(quiet(bits(x)) + top_bits(r, 16)), 0
 
 
 @jit

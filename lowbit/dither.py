@@ -10,22 +10,28 @@ import hashlib
 
 from lowbit.ops import jit, tl  # noqa: F401  Triton's interpreter looks for tl in the module of a formula
 
-PHI = 0x9E379E37  # 2^32 over the golden ratio, and its lower half 2^16 over it; all bits count
+PHI = 0x9E3779B9  # 2^32 over the golden ratio; all 32 bits count
 
 
 @jit
-def w_bits(first, lanes, step):
-    """Bits ``[blocks, 32]`` from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
+def m_bits(first, lanes, step):
+    """Bits for ``exp_avg`` ``[blocks, 32]``, from the numbers of each block's first element ``[blocks, 1]`` and 0 … 31.
 
-    The upper half rounds the weight, the lower one ``exp_avg``: a sequence as even, of its own.
+    Each stream multiplies by an odd constant of its own, so that roundings do not agree.
     """
-    return (first * -1028477379 + step) + lanes * -1028477379  # 0xC2B2AE3D
+    return (first * -1640531535 + step) + lanes * -1640531535  # 0x9E3779B1
 
 
 @jit
 def v_bits(first, lanes, step):
-    """Bits for ``exp_avg_sq``, from an odd multiplier of their own, so that roundings do not agree."""
+    """Bits for ``exp_avg_sq``."""
     return (first * -2048144777 + step) + lanes * -2048144777  # 0x85EBCA77
+
+
+@jit
+def w_bits(first, lanes, step):
+    """Bits for the weight."""
+    return (first * -1028477379 + step) + lanes * -1028477379  # 0xC2B2AE3D
 
 
 def signed32(x):

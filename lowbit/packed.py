@@ -29,32 +29,6 @@ def e4m3_values(codes):
 
 
 @jit
-def e4m3_codes(y, r):
-    """fp32 of at most 1.75, in units of 2^8, as dithered E4M3 codes; the inverse of :func:`e4m3_values`.
-
-    An fp16, whose subnormals are the format's too, keeps ten mantissa bits; the upper seven of the lower half of ``r``
-    are added to the lower seven, which are cut off.
-    """
-    if APPROXIMATE:  # two fp16 in a register: their sums and shifts stay apart
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c;
-            cvt.rn.f16x2.f32 a, $2, $1;
-            prmt.b32 c, $5, $6, 0x5410;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 a, a, c;
-            shl.b32 c, a, 1;  lop3.b32 a, a, c, 0x80008000, 0xE4;
-            cvt.rn.f16x2.f32 b, $4, $3;
-            prmt.b32 c, $7, $8, 0x5410;  shr.u32 c, c, 9;  and.b32 c, c, 0x007F007F;  add.u32 b, b, c;
-            shl.b32 c, b, 1;  lop3.b32 b, b, c, 0x80008000, 0xE4;
-            prmt.b32 $0, a, b, 0x7531;
-            }""",
-            "=r,f,f,f,f,r,r,r,r", [y, r], tl.uint8, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        b = y.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        return ((((b + ((r >> 9) & 0x7F)) >> 7) & 0x7F) | ((b >> 8) & 0x80)).to(tl.uint8)
-
-
-@jit
 def saturated_byte(x):
     """Bits 20 and up of int32 ``x``, limited to 0 … 255, as a byte."""
     if APPROXIMATE:
@@ -103,25 +77,6 @@ def _e4m3_values(codes):
     return ((b << 20) & -0x78100000).view(torch.float32) * 5.192296858534828e33  # 2^112, fp32's bias less fp16's
 
 
-def _e4m3_codes(y, r):
-    if torch.compiler.is_compiling():
-        b = _half_bits(y)
-        return (((b + ((r >> 9) & 0x7F)) >> 7) & 0x7F | (b >> 8) & 0x80).to(torch.uint8)
-    b = y.to(torch.float16).view(torch.int16)
-    code = r.to(torch.int16).bitwise_right_shift_(9).bitwise_and_(0x7F).add_(b)
-    code.bitwise_right_shift_(7).bitwise_and_(0x7F)
-    return code.bitwise_or_(b.bitwise_right_shift_(8).bitwise_and_(0x80)).to(torch.uint8)
-
-
-def _half_bits(y):
-    """``y`` to the nearest fp16, as bits in int32: where the compiler would convert element by element."""
-    b = y.view(torch.int32)
-    magnitude = b & 0x7FFFFFFF
-    normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - 0x1C000
-    subnormal = (magnitude.view(torch.float32) + 0.5).view(torch.int32) - 0x3F000000  # 0.5 has the ulp of fp16's lowest
-    return torch.where(magnitude < 0x38800000, subnormal, normal) | ((b >> 16) & 0x8000)
-
-
 def _pack(codes):
     codes = codes.clamp(0, 15)
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
@@ -134,7 +89,6 @@ def _unpack(codes):
 
 TORCH.update(
     e4m3_values=_e4m3_values,
-    e4m3_codes=_e4m3_codes,
     saturated_byte=lambda x: (x >> 20).clamp_(0, 255).to(torch.uint8),
     pack=_pack,
     unpack=_unpack,

@@ -11,7 +11,7 @@ from lowbit.ops import BLOCK, in_torch
 from lowbit.plan import plan, tiled, untiled
 from lowbit.weights import low_bits_between
 
-NEAREST = -0x7FFF8000  # 0x80008000: dither bits that round to nearest
+NEAREST = -0x80000000  # dither bits that round to nearest
 
 
 def allocate(layout, device):

@@ -1,6 +1,6 @@
 """The step of one tile, the same source for torch and Triton: decode, apply the rule, encode."""
 
-from lowbit.dither import v_bits, w_bits
+from lowbit.dither import m_bits, v_bits, w_bits
 from lowbit.ops import constexpr, jit, tl, to_float  # noqa: F401  the interpreter looks for tl here
 
 
@@ -20,8 +20,7 @@ def step_tile(
     m = M_DECODE(m_codes, m_scale, beta1)
     v = V_DECODE(v_codes, v_scale, beta2)
     w, m, v = RULE(w, to_float(g), m, v, rest1, rest2, step_size, bias2, eps, decay, factor)
-    r = w_bits(first, lanes, dither)
-    m_codes, m_scale = M_ENCODE(m, r)
+    m_codes, m_scale = M_ENCODE(m, m_bits(first, lanes, dither))
     v_codes, v_scale = V_ENCODE(v, v_bits(first, lanes, dither))
-    p, low = W_ENCODE(w, r)
+    p, low = W_ENCODE(w, w_bits(first, lanes, dither))
     return p, low, m_codes, m_scale, v_codes, v_scale

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowbit.codecs import bf16_encode
 from lowbit.ops import (
     bf16_from_bits,
     bits,
@@ -51,12 +52,6 @@ def bf16_nearest(w, r):
 def fp16_nearest(w, r):
     """To the nearest fp16, ties to even."""
     return to_fp16(w), 0
-
-
-@jit
-def bf16_stochastic(w, r):
-    """fp32 to bf16, dithered."""
-    return bf16_from_bits(quiet(bits(w)) + top_bits(r, 16)), 0
 
 
 @jit
@@ -127,7 +122,7 @@ WEIGHTS = {
     ("24bit", torch.float32): _EXACT,
     ("32bit", torch.float32): _EXACT,
     ("nearest", torch.bfloat16): WeightMode("nearest", bf16_nearest, plain_decode),
-    ("stochastic", torch.bfloat16): WeightMode("stochastic", bf16_stochastic, plain_decode),
+    ("stochastic", torch.bfloat16): WeightMode("stochastic", bf16_encode, plain_decode),
     ("24bit", torch.bfloat16): WeightMode("24bit", low8_encode, low8_decode, torch.int8),
     ("32bit", torch.bfloat16): WeightMode("32bit", low16_encode, low16_decode, torch.int16),
     ("nearest", torch.float16): WeightMode("nearest", fp16_nearest, plain_decode),

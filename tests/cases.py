@@ -39,7 +39,7 @@ HARD_BITS = (
 )  # fmt: skip
 NOT_FINITE_BITS = (0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF)
 
-NEAREST = -0x7FFF8000  # 0x80008000: dither bits that round to nearest
+NEAREST = -0x80000000  # dither bits that round to nearest
 
 
 def signed(bits):

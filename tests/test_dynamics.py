@@ -8,7 +8,7 @@ import torch
 
 import lowbit
 from lowbit.codecs import BF16, E3M1, E4M3, E5M3, FORMATS, SQUARE4, Codec
-from lowbit.dither import step_offset, w_bits
+from lowbit.dither import m_bits, step_offset
 from lowbit.ops import in_torch
 from lowbit.weights import WEIGHTS, weight_mode
 
@@ -155,7 +155,7 @@ def mean_over_dither(row, x):
     total = torch.zeros(x.shape, dtype=torch.float64)
     factor = (1.0,) if isinstance(row, Codec) else ()
     for step in range(STEPS):
-        r = in_torch(w_bits)(first, lanes, step_offset(step))
+        r = in_torch(m_bits)(first, lanes, step_offset(step))
         total += in_torch(row.decode)(*in_torch(row.encode)(x, r), *factor).double()
     return total / STEPS
 

@@ -5,6 +5,7 @@ import torch
 from cases import same_bits
 
 import lowbit
+from lowbit.ops import in_torch
 from lowbit.weights import WEIGHTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +26,7 @@ def gradient(p, step):
 
 
 def assert_equal(reference, found):
-    """Bit-equal on a CPU; on a GPU floats are close, and at most one code in a thousand differs, and of few one.
+    """Bit-equal on a CPU; on a GPU floats are close, and at most one code in 10^4 differs, and of few one.
 
     There multiply-adds are fused, root and quotient approximate.
     """
@@ -34,7 +35,7 @@ def assert_equal(reference, found):
     elif reference.is_floating_point():
         torch.testing.assert_close(found.cpu(), reference, rtol=2**-7 if reference.itemsize == 2 else 1e-5, atol=1e-7)
     else:
-        assert (reference != found.cpu()).sum() <= 1e-3 * reference.numel() + 1
+        assert (reference != found.cpu()).sum() <= 1e-4 * reference.numel() + 1
 
 
 def both(dtype, **options):
@@ -47,8 +48,12 @@ def compare(ps, a, qs, b):
     for p, q in zip(ps, qs, strict=True):
         assert a.state[p].keys() == b.state[q].keys()
         for name, x in a.state[p].items():
-            if DEVICE == "cpu" or name != "weight_low":  # an ulp of fp32 moves many low parts
+            if DEVICE == "cpu" or name != "weight_low":
                 assert_equal(x, b.state[q][name])
+            else:  # an ulp of fp32 moves many low parts: the weights that they are part of
+                decode = in_torch(a._layouts[p].weights.decode)
+                found, expected = decode(q.detach(), b.state[q][name]).cpu(), decode(p.detach(), x)
+                torch.testing.assert_close(found, expected, rtol=2**-15 if x.itemsize == 1 else 1e-5, atol=1e-7)
         assert p.stride() == q.stride()
         if DEVICE == "cpu":
             assert same_bits(p.detach(), q.detach())

@@ -9,7 +9,7 @@ from cases import HARD_BITS, KEPT, NOT_FINITE_BITS, STATES, from_bits, randn, ra
 from lowbit import rules
 from lowbit.codecs import BF16 as BF16_CODEC
 from lowbit.codecs import E3M1, E4M3, E5M3, FORMATS, SQUARE4
-from lowbit.dither import v_bits, w_bits
+from lowbit.dither import m_bits, v_bits, w_bits
 from lowbit.ops import in_torch
 from lowbit.tile import step_tile
 from lowbit.weights import weight_mode
@@ -86,14 +86,15 @@ def step_kernel(
         tl.store(tile_of(v_scale, 1, BLOCKS), new_v_scale)
 
 
-def values(signed=True):
+def values(signed=True, approximated=False):
     """``[BLOCKS, 32]`` fp32: usual values, spread ones, blocks with hard and not finite ones, any bits, tiny, zeros.
 
-    On a GPU the first two kinds: its approximate functions take subnormals as zero, and its NaNs have other bits.
+    On a GPU NaNs are those of its arithmetic, and for what is ``approximated`` values are of the first two kinds: its
+    root and quotient take subnormals as zero.
     """
     usual = randn(16, 32)
     spread = randn(16, 32, seed=1) * 2 ** (randn(16, 32, seed=2) * 20)
-    if DEVICE != "cpu":
+    if DEVICE != "cpu" and approximated:
         x = torch.cat((usual, spread, randn(16, 32, seed=3), randn(16, 32, seed=4) * 1e-3))
         return (x if signed else x.abs()).to(DEVICE)
     hard = from_bits((HARD_BITS + NOT_FINITE_BITS) * 8)[: 8 * 32].view(8, 32)
@@ -102,6 +103,8 @@ def values(signed=True):
     zeros = torch.zeros(8, 32)
     zeros[1:, ::5] = from_bits((0x80000000, 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x00800000, 0x3F800000))[:, None]
     x = torch.cat((usual, spread, hard, any_bits, tiny, zeros))
+    if DEVICE != "cpu":
+        x = torch.where(x.isnan(), from_bits([0x7FFFFFFF]), x)
     return (x if signed else x.abs()).to(DEVICE)
 
 
@@ -112,7 +115,7 @@ def bits(seed=5):
 
 
 def assert_same(got, expected, what):
-    """Bit for bit in the interpreter, NaNs as such; on a GPU floats are close, and one code in a thousand may differ.
+    """Bit for bit in the interpreter, NaNs as such; on a GPU floats are close, and one code in 10^4 may differ.
 
     There multiply-adds are fused, root and quotient approximate.
     """
@@ -127,7 +130,7 @@ def assert_same(got, expected, what):
     differs = got.view(words) != expected.view(words)
     if floats:
         differs &= ~(got.isnan() & expected.isnan())
-    allowed = 0 if DEVICE == "cpu" else -(-got.numel() // 1000)
+    allowed = 0 if DEVICE == "cpu" else -(-got.numel() // 10000)
     places = differs.nonzero()[:5].tolist()
     assert differs.sum() <= allowed, f"{what}: {int(differs.sum())} differ, at {places}"
 
@@ -135,7 +138,7 @@ def assert_same(got, expected, what):
 @pytest.mark.parametrize("name", ("E4M3", "E5M3", "E3M1", "SQUARE4", "BF16"))
 def test_codecs(name):
     codec = {"E4M3": E4M3, "E5M3": E5M3, "E3M1": E3M1, "SQUARE4": SQUARE4, "BF16": BF16_CODEC}[name]
-    x, r = values(signed=name in ("E4M3", "SQUARE4", "BF16")), bits()
+    x, r = values(name in ("E4M3", "SQUARE4", "BF16"), approximated=name == "SQUARE4"), bits()
     expected, expected_scale = in_torch(codec.encode)(x, r)
     codes = torch.zeros_like(expected)
     scale = torch.zeros(BLOCKS, 1, dtype=codec.scale or torch.uint8, device=DEVICE)
@@ -165,10 +168,10 @@ def test_weights(mode, dtype):
 def tile_arguments(state, mode, dtype):
     """Weights, gradients and moments of all kinds for ``step_tile``, as ``[p, low, g, m, m_scale, v, v_scale]``."""
     format, kept = FORMATS[state], weight_mode(mode, dtype)
-    p, low = in_torch(kept.encode)(values(), bits(1))
-    roll = torch.roll(values(), 7, 0)
-    m, m_scale = in_torch(format.m.encode)(torch.roll(values(), 3, 1), bits(2))
-    v, v_scale = in_torch(format.v.encode)(torch.roll(values(signed=False), 11, 1), bits(3))
+    p, low = in_torch(kept.encode)(values(approximated=True), bits(1))
+    roll = torch.roll(values(approximated=True), 7, 0)
+    m, m_scale = in_torch(format.m.encode)(torch.roll(values(approximated=True), 3, 1), bits(2))
+    v, v_scale = in_torch(format.v.encode)(torch.roll(values(False, approximated=True), 11, 1), bits(3))
     arguments = (p, low, roll.to(dtype), m, m_scale, v, v_scale)
     return [x if isinstance(x, torch.Tensor) else None for x in arguments], format, kept
 
@@ -208,10 +211,10 @@ def test_dither_bits():
     """Each stream is frac(hash(element) + step * phi) in 32-bit integers: as Python computes it."""
     first = torch.tensor([[0], [32], [2**31 - 32], [-5]], dtype=torch.int32)
     lanes = torch.arange(32, dtype=torch.int32)
-    constants = {v_bits: 0x85EBCA77, w_bits: 0xC2B2AE3D}
+    constants = {m_bits: 0x9E3779B1, v_bits: 0x85EBCA77, w_bits: 0xC2B2AE3D}
     for function, constant in constants.items():
         got = in_torch(function)(first, lanes, 0x12345678)
         for row, element in enumerate((0, 32, 2**31 - 32, -5)):
             wanted = [((element + lane) * constant + 0x12345678) % 2**32 for lane in range(32)]
             assert [x % 2**32 for x in got[row].tolist()] == wanted
-    assert same_bits(in_torch(w_bits)(first, lanes, 1) - in_torch(w_bits)(first, lanes, 0), torch.ones_like(got))
+    assert same_bits(in_torch(m_bits)(first, lanes, 1) - in_torch(m_bits)(first, lanes, 0), torch.ones_like(got))
