@@ -5,7 +5,9 @@ Exit code 1 if one of ours breaks a law. The laws are also assertions in ``tests
 """
 
 import json
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +55,7 @@ def measure(name, backend, device, shape):
     """All laws of one optimizer: their numbers, whether each holds (None for others), or the error that stopped it."""
     found, cache, start = {"values": [], "holds": []}, {}, time.perf_counter()
     make = PEERS[name] if name in PEERS else ours(name, backend)
+    torch.set_num_threads(1)  # tensors are small, and several processes may run
     # torchao compiles its step: minutes of it, for the same numbers
     stance = "force_eager" if name in PEERS else "default"
     for law in LAWS:
@@ -68,6 +71,14 @@ def measure(name, backend, device, shape):
         found["values"].append(value)
         found["holds"].append(bool(low <= value <= high) if name not in PEERS else None)
     return found | {"seconds": time.perf_counter() - start}
+
+
+def measure_all(names, jobs, *arguments):
+    """:func:`measure` of each, in a process of its own, ``jobs`` at a time."""
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        tasks = {name: pool.submit(measure, name, *arguments) for name in names}
+        return {name: task.result() for name, task in track(tasks.items(), "measuring")}
 
 
 def table(results):
@@ -106,10 +117,11 @@ def write_json(path, results, device):
 def main(
     optimizers: Annotated[str | None, typer.Option(help=f"Names separated by commas: {', '.join(NAMES)}.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or any other device of torch.")] = "cpu",
-    backend: Annotated[str, typer.Option(help="Of ours: auto, eager or compiled.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Of ours: auto, eager, compiled or triton.")] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Half as many elements; without --optimizers, only ours.")
     ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Optimizers measured at a time, each in its own process.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ):
     """Print the table of laws; exit code 1 if one of ours breaks one."""
@@ -124,8 +136,11 @@ def main(
     except (RuntimeError, AssertionError) as error:
         raise typer.BadParameter(f"no device {device!r} here: {str(error).splitlines()[0]}") from None
     shape = (16, 256) if quick else scenarios.SHAPE
-    results = {name: measure(name, backend, place, shape) for name in track(names, "measuring")}
-    rich.print(table(results))
+    results = measure_all(names, jobs, backend, place, shape)
+    console = rich.get_console()
+    if not console.is_terminal:
+        console.width = 240
+    console.print(table(results))
     for name, found in results.items():
         if "error" in found:
             rich.print(f"{name} did not run: {found['error']}")

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What has to be seen on a GPU: the whole test suite, whose kernel tests run there instead of in the interpreter, and the
+# laws of the dynamics through every optimizer that is installed. Everything goes to DIRECTORY/on-gpu.log as well.
+#
+#   benchmarks/on_gpu.sh [DIRECTORY]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results/on-gpu}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+{
+    nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+    $python -c "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)"
+    echo "== tests"
+    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= && echo "tests passed"
+    tests=$?
+    echo "== laws"
+    $python benchmarks/laws.py --device cuda --jobs "$(nproc)" --json "$out/laws.json"
+    laws=$?
+    echo "== tests exit code $tests, laws exit code $laws"
+} 2>&1 | tee "$out/on-gpu.log"
+! grep -q "exit code [1-9]" "$out/on-gpu.log"
