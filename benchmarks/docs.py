@@ -21,7 +21,17 @@ FINE_TUNED = (  # name in the report, how the README calls it, its weights
     ("4bit", "`lowbit.AdamW4bit`", "bf16, dithered"),
     ("8bit+nearest", '`lowbit.AdamW8bit(weights="nearest")`', "bf16, nearest"),
 )
-LAW_COLUMNS = ("fp32", "8bit", "12bit", "4bit", "bitsandbytes-8bit", "torchao-8bit", "torchao-4bit")
+LAW_COLUMNS = (
+    "fp32",
+    "8bit",
+    "12bit",
+    "4bit",
+    "bitsandbytes-8bit",
+    "torchao-8bit",
+    "torchao-4bit",
+    "torchao-fp8",
+    "flashoptim",
+)
 
 
 def read(name):
@@ -57,9 +67,9 @@ def step_cpu():
     return grid(("optimizer", "ms a step", "state, bytes a parameter"), body, 1)
 
 
-def laws_cpu():
+def laws():
     """Every law of every optimizer that ran."""
-    report = read("laws-cpu.json")
+    report = read("laws-h200.json")
     columns = [report["results"][name]["values"] for name in LAW_COLUMNS]
     body = [
         (law["title"], law["must_8bit"], law["must_4bit"], *(f"{column[i]:.3g}" for column in columns))
@@ -68,7 +78,7 @@ def laws_cpu():
     return grid(("law", "8bit must", "4bit must", *LAW_COLUMNS), body, 1)
 
 
-TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "laws-cpu": laws_cpu}
+TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "laws-h200": laws}
 
 
 def filled(text):

@@ -90,8 +90,7 @@ def table(results):
         for found in results.values():
             shown = "–" if "error" in found else f"{found['values'][row]:.3g} {marks[found['holds'][row]]}"
             cells.append(shown)
-        suffix = " × exact" if law.unit else ""
-        grid.add_row(law.title, _range(law.must_8bit) + suffix, _range(law.must_4bit) + suffix, *cells)
+        grid.add_row(law.title, *_musts(law), *cells)
     return grid
 
 
@@ -102,13 +101,15 @@ def _range(limits):
     return f"≤ {high:g}" if low == 0 else f"{low:g} … {high:g}" if high - low > 1e-3 else f"{(low + high) / 2:g} ± 1e-5"
 
 
+def _musts(law):
+    return [_range(limits) + (" × exact" if law.unit else "") for limits in (law.must_8bit, law.must_4bit)]
+
+
 def write_json(path, results, device):
     """The numbers with the machine and versions that they were measured on."""
     from lowbit.bench.machine import machine, versions
 
-    laws = [
-        {"title": law.title, "must_8bit": _range(law.must_8bit), "must_4bit": _range(law.must_4bit)} for law in LAWS
-    ]
+    laws = [dict(zip(("title", "must_8bit", "must_4bit"), (law.title, *_musts(law)), strict=True)) for law in LAWS]
     report = {"machine": machine(device), "versions": versions(), "laws": laws, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
