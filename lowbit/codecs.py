@@ -16,16 +16,18 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.ops import (
+    absolute,
     bf16_from_bits,
     bits,
+    copy_sign,
     divide,
     finite_max,
-    floor_bits,
     from_bits,
     jit,
     maximum,
     minimum,
     quiet,
+    saturate,
     sqrt,
     tl,  # noqa: F401  Triton's interpreter looks for it in the module of a formula
     to_float,
@@ -34,7 +36,15 @@ from lowbit.ops import (
     top_bits,
     where,
 )
-from lowbit.packed import e4m3_values, pack, saturated_byte, unpack
+from lowbit.packed import (
+    e3m1_bits,
+    e4m3_values,
+    pack,
+    pack_top,
+    saturated_byte,
+    signed_byte,
+    square4_values,
+)
 
 
 @jit
@@ -48,9 +58,8 @@ def e4m3_encode(x, r):
     b = bits(x)
     e = minimum(bits(from_bits(finite_max(b, True)) * 1.1428570747375488) >> 23, 253)
     # two factors: one alone, 2^(15-e), leaves the range of fp32 for a block of values above 2^15
-    y = bits(from_bits(b & 0x7FFFFFFF) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
-    code = (minimum(y, 0x07E00000) + top_bits(r, 20)) >> 20
-    return to_uint8(code | ((b >> 24) & 0x80)), to_uint8(e)
+    y = bits(absolute(x) * from_bits((254 - e) << 23) * 1.925929944387236e-34)
+    return signed_byte(minimum(y, 0x07E00000) + top_bits(r, 20), b), to_uint8(e)
 
 
 @jit
@@ -88,7 +97,7 @@ def e3m1_encode(x, r):
 @jit
 def e3m1_decode(codes, scale, factor):
     """Inverse of :func:`e3m1_encode`."""
-    return from_bits((unpack(codes) << 22) + (to_int(scale) << 23)) * factor
+    return from_bits(e3m1_bits(codes) + (to_int(scale) << 23)) * factor
 
 
 @jit
@@ -97,27 +106,24 @@ def square4_encode(x, r):
 
     With t = 49 |x| / max and u uniform, floor(sqrt(t - u(1-u)) + u) is sqrt(t) rounded up with the probability that
     makes the *value* unbiased. The lowest cell rounds up in its last 0.08 only: dithered all over, a tiny m would jump
-    to code 1 beside a tiny v and explode; to nearest, or at any fixed threshold below beta1, m would never decay.
+    to code 1 beside a tiny v and explode; to nearest, or at any fixed threshold below beta1, m would never decay. There
+    12.5 t - 11.5 takes the place of t, which is the smaller of the two in that cell alone.
 
-    Computed from u + 1, whose bits are at hand, and t + 2, so y is a code more; floats stay floats until the end.
+    Computed in eighths, from w = 1 + u/8, so that the code is the top three bits of a mantissa.
     """
     b = bits(x)
     top = from_bits(finite_max(b, True))
-    factor = where(top > 1e-36, divide(1.0, top) * 49.0, 0.0)  # 1/top is infinite for the smallest subnormals
-    t = from_bits(b & 0x7FFFFFFF) * factor + 2.0
-    u = from_bits(top_bits(r, 23) + 0x3F800000)
-    y = where(t < 3.0, t + (u * 0.08 - 1.08), sqrt(t + u * (u - 3.0)) + u)
-    code = minimum(floor_bits(y), 0x4B000008) - 0x4B000001
-    return pack(code + ((b >> 28) & 8)), top
+    t = absolute(x) * where(top > 1e-36, divide(0.765625, top), 0.0)  # 1/top is infinite for the smallest subnormals
+    w = from_bits(top_bits(r, 20) + 0x3F800002)  # two ulps more: the largest magnitude keeps the largest code
+    d = w - 1.0625
+    y = sqrt(saturate((d * d - 0.00390625) + minimum(t, t * 12.5 - 0.1796875))) + w
+    return pack_top(copy_sign(minimum(bits(y), 0x3FFFFFFF) << 8, b)), top
 
 
 @jit
 def square4_decode(codes, scale, factor):
     """Inverse of :func:`square4_encode`."""
-    code = unpack(codes)
-    c = from_bits((code & 7) + 0x4B000000) - 8388608.0
-    magnitude = c * c * (scale * 0.02040816326530612 * factor)
-    return from_bits(bits(magnitude) | ((code & 8) << 28))
+    return square4_values(codes) * (scale * 0.02040816326530612 * factor)
 
 
 @jit

@@ -128,7 +128,7 @@ def where(condition, a, b):
 
 @jit
 def minimum(a, b):
-    """The smaller of two int32."""
+    """The smaller of two numbers."""
     return tl.minimum(a, b)
 
 
@@ -158,12 +158,24 @@ def divide(a, b):
 
 
 @jit
-def floor_bits(x):
-    """The bits of 2^23 plus the integer part of fp32 ``x``, from 0 to 2^23: 0x4B000000 and the integer."""
-    if APPROXIMATE:  # a sum rounded down, where a conversion would take an eighth of its speed
-        return tl.inline_asm_elementwise("add.rm.f32 $0, $1, 0F4B000000;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+def absolute(x):
+    """Magnitude of fp32."""
+    return tl.abs(x)
+
+
+@jit
+def copy_sign(x, b):
+    """int32 ``x`` with the top bit of ``b`` for its own."""
+    return (x & 0x7FFFFFFF) | (b & -0x80000000)
+
+
+@jit
+def saturate(x):
+    """fp32 limited to 0 … 1; NaN becomes 0."""
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise("cvt.sat.f32.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
-        return (tl.floor(x) + 8388608.0).to(tl.int32, bitcast=True)
+        return tl.where(x > 0.0, tl.where(x < 1.0, x, 1.0), 0.0)
 
 
 @jit
@@ -261,7 +273,9 @@ TORCH = {
     "quiet": _quiet,
     "finite_max": _finite_max,
     "top_bits": lambda r, count: (r >> (32 - count)) & ((1 << count) - 1),
-    "floor_bits": lambda x: (torch.floor(x) + 8388608.0).view(torch.int32),
+    "absolute": torch.abs,
+    "copy_sign": lambda x, b: (x & 0x7FFFFFFF) | (b & -0x80000000),
+    "saturate": lambda x: torch.where(x > 0, x, 0.0).clamp_(max=1.0),
 }
 
 
