@@ -9,7 +9,7 @@ from lowbit.ops import in_torch
 from lowbit.weights import WEIGHTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = ((33, 32), (5, 40), (2, 3, 33), (7, 1), (3,), (), (0, 5))  # whole chunk and tail, ragged, small, empty
+SHAPES = ((65, 32), (5, 40), (2, 3, 33), (7, 1), (3,), (), (0, 5))  # whole chunk and tail, ragged, small, empty
 MODES = [(mode, dtype) for mode, dtype in WEIGHTS if dtype != torch.float32 or mode == "nearest"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
 

@@ -18,9 +18,10 @@ from lowbit.dither import parameter_offset, signed32
 from lowbit.ops import APPROXIMATE, BLOCK, tl
 from lowbit.plan import real
 
-BLOCKS = 32  # blocks of 32 elements that a program steps: eight elements a thread with four warps
+BLOCKS = 32  # blocks of 32 elements of a tile: eight elements a thread with four warps
+TILES = 2  # that a program of whole chunks steps, one after the other
 SPLIT = 16  # programs that share an entry of the table of chunks
-CHUNK = BLOCKS * BLOCK
+TILE = BLOCKS * BLOCK
 
 _address = torch.Tensor.data_ptr
 _grad, _exp_avg = operator.attrgetter("grad"), operator.itemgetter("exp_avg")
@@ -74,11 +75,12 @@ class Table:
         self.steps = torch.tensor([state["step"].data_ptr() for state in self.states]).to(**on_device)
         self.groups = torch.tensor([w[1] for w in work], dtype=torch.int32).to(**on_device)
         numbers = [signed32(parameter_offset(group["seed"], number)) for number, _, group, *_ in work]
-        self.offsets = torch.tensor(numbers, dtype=torch.int32).to(**on_device)
         self.shapes = torch.tensor([_shape(w[4]) for w in work], dtype=torch.int64).to(**on_device)
         self.count = torch.tensor([len(work)], dtype=torch.int32).to(**on_device)
-        self.scalars = torch.empty(len(work), kernels.SCALARS.value, dtype=torch.float32, **on_device)
-        self.dithers = torch.empty(len(work), dtype=torch.int32, **on_device)
+        scalars = torch.zeros(len(work), kernels.SCALARS.value, dtype=torch.float32)
+        scalars[:, kernels.RULE_SCALARS.value + 1] = torch.tensor(numbers, dtype=torch.int32).view(torch.float32)
+        self.scalars = scalars.to(**on_device)
+        self.pairs = self.scalars.view(torch.int64)
         self.hyper = torch.empty(len(groups), kernels.HYPER.value, dtype=torch.float64, **on_device)
         self.zero, self.one = (torch.tensor([x], dtype=torch.float32).to(**on_device) for x in (0.0, 1.0))
         programs = -(-len(work) // kernels.TENSORS.value)
@@ -139,11 +141,9 @@ class Table:
         for x, copy, _ in self.copies:
             copy.copy_(x)
         with self.guard(self.device):
-            self.prepare(
-                self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.dithers, self.count
-            )
+            self.prepare(self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.count)
             for chunks, launch in self.launches:
-                launch(chunks, self.addresses, self.shapes, self.scalars, self.dithers, self.offsets, found_inf)
+                launch(chunks, self.addresses, self.shapes, self.pairs)
         for x, copy, written in self.copies:
             if written:
                 x.copy_(copy)
@@ -201,12 +201,12 @@ def _launches(rule, work, rows, device):
     for i, (*_, p, layout, _) in enumerate(work):
         key = (layout.format, layout.weights, real(p).dtype, p.grad.dtype if not p.is_complex() else torch.float32)
         consecutive = layout.grid[0] == 1 and all(address % 16 == 0 for address in rows[i])
-        count = layout.numel // CHUNK if consecutive else 0
+        count = layout.numel // (TILES * TILE) if consecutive else 0
         end = -(-_shape(layout)[2] // BLOCKS)
         if count:
             whole.setdefault(key, []).append((i, 0, count))
-        if count < end:
-            rest.setdefault(key, []).append((i, count, end))
+        if count * TILES < end:
+            rest.setdefault(key, []).append((i, count * TILES, end))
     for chunks, is_whole in ((whole, True), (rest, False)):
         for key, spans in chunks.items():
             entries = list(itertools.chain.from_iterable(_entries(*span) for span in spans))
@@ -225,8 +225,8 @@ def _options(format):
 
 def _entries(tensor, start, end):
     """Rows of the table of chunks for chunks ``start`` … ``end`` of a tensor."""
-    first = torch.arange(start, end, SPLIT, dtype=torch.int32)
-    yield torch.stack((torch.full_like(first, tensor), first, (end - first).clamp(max=SPLIT)), dim=1)
+    first = torch.arange(start, end, SPLIT, dtype=torch.int64)
+    yield torch.stack(((first << 32) + tensor, (end - first).clamp(max=SPLIT)), dim=1)
 
 
 def _constants(rule, format, weights, p_dtype, g_dtype, whole):
@@ -237,5 +237,5 @@ def _constants(rule, format, weights, p_dtype, g_dtype, whole):
         "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
         "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
         "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
-        "BLOCKS": BLOCKS, "SPLIT": SPLIT, "WHOLE": whole,
+        "BLOCKS": BLOCKS, "TILES": TILES if whole else 1, "SPLIT": SPLIT, "WHOLE": whole,
     }  # fmt: skip

@@ -7,11 +7,12 @@ needs the host.
 """
 
 from lowbit.dither import PHI, signed32
-from lowbit.ops import APPROXIMATE, constexpr, jit, tl
+from lowbit.ops import APPROXIMATE, constexpr, from_bits, jit, tl
 from lowbit.tile import step_tile
 
 POINTERS = constexpr(7)  # columns of the table of addresses: parameter, gradient, m, its scale, v, its scale, low bits
-SCALARS = constexpr(9)  # columns of the table of scalars: those of rules.scalars
+RULE_SCALARS = constexpr(9)  # those of rules.scalars, the first columns of the table of scalars
+SCALARS = constexpr(12)  # and the step's dither, the parameter's offset, 0.0 for a step that is to be skipped
 HYPER = constexpr(6)  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
 TENSORS = constexpr(128)  # tensors that a program of scalars_kernel serves
 STEP_PHI = constexpr(signed32(PHI))
@@ -21,26 +22,29 @@ STORE_WORD = constexpr("st.global.b32 [$1], $2;  mov.b32 $0, 0;")
 
 @jit
 def scalars_kernel(
-    step_addresses, groups, hyper, grad_scale, found_inf, scalars, dithers, count, RULE: constexpr, DECOUPLED: constexpr
+    step_addresses, groups, hyper, grad_scale, found_inf, scalars, count, RULE: constexpr, DECOUPLED: constexpr
 ):
     """One step on for every tensor: count it, unless ``found_inf`` says to skip, and write its scalars.
 
-    ``hyper`` is float64 ``[groups, 6]``, ``groups`` and ``dithers`` int32 ``[tensors]``, ``scalars`` fp32
-    ``[tensors, 9]``.
+    ``hyper`` is float64 ``[groups, 6]``, ``groups`` int32 ``[tensors]``, ``scalars`` fp32 ``[tensors, 12]``.
     """
     i = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     mask = i < tl.load(count)
     steps = tl.load(step_addresses + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    step = tl.load(steps, mask=mask, other=1.0) + (1.0 - tl.load(found_inf))
+    live = 1.0 - tl.load(found_inf)
+    step = tl.load(steps, mask=mask, other=1.0) + live
     tl.store(steps, step, mask=mask)
     step = tl.maximum(step, 1.0)  # a first step that is skipped
     row = hyper + tl.load(groups + i, mask=mask, other=0) * HYPER
     lr, beta1, beta2 = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     factor = tl.load(row + 5) / tl.load(grad_scale)
     values = RULE(step.to(tl.float64), lr, beta1, beta2, tl.load(row + 3), tl.load(row + 4), factor, DECOUPLED)
-    for k in tl.static_range(SCALARS):
-        tl.store(scalars + i * SCALARS + k, values[k].to(tl.float32), mask=mask)
-    tl.store(dithers + i, step.to(tl.int32) * STEP_PHI, mask=mask)
+    scalars += i * SCALARS
+    for k in tl.static_range(RULE_SCALARS):
+        tl.store(scalars + k, values[k].to(tl.float32), mask=mask)
+    dither = step.to(tl.int32) * STEP_PHI
+    tl.store(scalars + RULE_SCALARS, dither.to(tl.float32, bitcast=True), mask=mask)
+    tl.store(scalars + RULE_SCALARS + 2, live + tl.zeros_like(step), mask=mask)
 
 
 @jit
@@ -131,61 +135,108 @@ def row_of(table, row, COLUMNS: constexpr):
 
 
 @jit
-def step_chunk(
-    chunk, shapes, at, scalars, dither, parameter_offset,
-    RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
-    W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
-    V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, WHOLE: constexpr,
+def low_half(x):
+    """The lower 32 bits of an int64."""
+    return x.to(tl.int32)
+
+
+@jit
+def high_half(x):
+    """The upper 32 bits of an int64."""
+    return (x >> 32).to(tl.int32)
+
+
+@jit
+def pointers(
+    at, base, block, row, column, width, inside,
+    P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr, V: constexpr, V_SCALE: constexpr, LOW: constexpr,
+    M_UNIT: constexpr, V_UNIT: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    """Blocks ``chunk * BLOCKS`` and on of one tensor, ``BLOCKS`` of them, one step on; ``at`` holds its addresses."""
-    base, block, row, column, width, inside, first = locate(shapes, chunk.to(tl.int64) * BLOCKS, BLOCKS, WHOLE)
+    """Pointers of a tile in the tensors of a row ``at`` of the table of addresses, and the masks of three widths."""
     offset, mask = place(32, block, row, column, width, inside, WHOLE)
     m_offset, m_mask = place(M_UNIT, block, row, column, width, inside, WHOLE)
     v_offset, v_mask = place(V_UNIT, block, row, column, width, inside, WHOLE)
-    p_at = pointer_at(at[0], P, WHOLE) + base * 32 + offset
-    g_at = pointer_at(at[1], G, WHOLE) + base * 32 + offset
-    m_at = pointer_at(at[2], M, WHOLE) + base * M_UNIT + m_offset
-    m_scale_at = pointer_at(at[3], M_SCALE, False) + base + block
-    v_at = pointer_at(at[4], V, WHOLE) + base * V_UNIT + v_offset
-    v_scale_at = pointer_at(at[5], V_SCALE, False) + base + block
-    low_at = pointer_at(at[6], LOW, WHOLE) + base * 32 + offset
-    p, low, m, m_scale, v, v_scale = step_tile(
-        read(p_at, P, mask, WHOLE), read(low_at, LOW, mask, WHOLE), read(g_at, G, mask, WHOLE),
-        read(m_at, M, m_mask, WHOLE), read(m_scale_at, M_SCALE, inside, WHOLE),
-        read(v_at, V, v_mask, WHOLE), read(v_scale_at, V_SCALE, inside, WHOLE),
-        first + parameter_offset, tl.arange(0, 32)[None, :], dither, scalars[0], scalars[1], scalars[2], scalars[3],
-        scalars[4], scalars[5], scalars[6], scalars[7], scalars[8],
-        RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+    p = pointer_at(at[0], P, WHOLE) + base * 32 + offset
+    g = pointer_at(at[1], G, WHOLE) + base * 32 + offset
+    m = pointer_at(at[2], M, WHOLE) + base * M_UNIT + m_offset
+    m_scale = pointer_at(at[3], M_SCALE, False) + base + block
+    v = pointer_at(at[4], V, WHOLE) + base * V_UNIT + v_offset
+    v_scale = pointer_at(at[5], V_SCALE, False) + base + block
+    low = pointer_at(at[6], LOW, WHOLE) + base * 32 + offset
+    return p, low, g, m, m_scale, v, v_scale, mask, m_mask, v_mask
+
+
+@jit
+def load_tile(
+    to, inside, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr, V: constexpr, V_SCALE: constexpr,
+    LOW: constexpr, WHOLE: constexpr,
+):  # fmt: skip
+    """What :func:`lowbit.tile.step_tile` takes of the tensors."""
+    return (
+        read(to[0], P, to[7], WHOLE), read(to[1], LOW, to[7], WHOLE), read(to[2], G, to[7], WHOLE),
+        read(to[3], M, to[8], WHOLE), read(to[4], M_SCALE, inside, WHOLE),
+        read(to[5], V, to[9], WHOLE), read(to[6], V_SCALE, inside, WHOLE),
     )  # fmt: skip
-    write(p_at, p, P, mask, WHOLE)
-    write(low_at, low, LOW, mask, WHOLE)
-    write(m_at, m, M, m_mask, WHOLE)
-    write_scale(m_scale_at, m_scale, M_SCALE, inside, WHOLE)
-    write(v_at, v, V, v_mask, WHOLE)
-    write_scale(v_scale_at, v_scale, V_SCALE, inside, WHOLE)
+
+
+@jit
+def store_tile(
+    to, inside, p, low, m, m_scale, v, v_scale, P: constexpr, M: constexpr, M_SCALE: constexpr, V: constexpr,
+    V_SCALE: constexpr, LOW: constexpr, WHOLE: constexpr,
+):  # fmt: skip
+    """What :func:`lowbit.tile.step_tile` returns."""
+    write(to[0], p, P, to[7], WHOLE)
+    write(to[1], low, LOW, to[7], WHOLE)
+    write(to[3], m, M, to[8], WHOLE)
+    write_scale(to[4], m_scale, M_SCALE, inside, WHOLE)
+    write(to[5], v, V, to[9], WHOLE)
+    write_scale(to[6], v_scale, V_SCALE, inside, WHOLE)
 
 
 @jit
 def step_kernel(
-    chunks, addresses, shapes, scalars, dithers, offsets, found_inf,
+    chunks, addresses, shapes, scalars,
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, SPLIT: constexpr, WHOLE: constexpr,
+    BLOCKS: constexpr, TILES: constexpr, SPLIT: constexpr, WHOLE: constexpr,
 ):  # fmt: skip
-    """One chunk of ``BLOCKS`` blocks of 32 elements one step on.
+    """One chunk, ``TILES`` tiles of ``BLOCKS`` blocks of 32 elements, one step on.
 
-    ``chunks`` int32 ``[·, 3]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs, and how many
-    there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is cut into
-    blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
+    ``chunks`` int64 ``[·, 2]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs (upper half),
+    and how many there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is
+    cut into blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
+    ``scalars`` are read as int64 ``[tensors, 6]``, two at a time. A tile is loaded before the one in front of it is
+    stored: while a program computes, its loads are on their way.
     """
-    entry, k = chunks + tl.program_id(0) // SPLIT * 3, tl.program_id(0) % SPLIT
-    tensor, first, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    if (k < count) & (tl.load(found_inf) == 0.0):
-        at, values = row_of(addresses, tensor, POINTERS), row_of(scalars, tensor, SCALARS)
-        step_chunk(
-            first + k, shapes + tensor * 3, at, values, tl.load(dithers + tensor), tl.load(offsets + tensor),
-            RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
-            P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, BLOCKS, WHOLE,
-        )  # fmt: skip
+    entry, k = chunks + tl.program_id(0) // SPLIT * 2, tl.program_id(0) % SPLIT
+    which, count = tl.load(entry), tl.load(entry + 1)
+    if k < count:
+        tensor = low_half(which)
+        a, b, c, d, e, f = row_of(scalars, tensor, SCALARS // 2)
+        if high_half(f) != 0:
+            at = row_of(addresses, tensor, POINTERS)
+            start = (high_half(which) + k).to(tl.int64) * (TILES * BLOCKS)
+            base, block, row, column, width, inside, first = locate(shapes + tensor * 3, start, BLOCKS, WHOLE)
+            to = pointers(
+                at, base, block, row, column, width, inside,
+                P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,
+            )  # fmt: skip
+            tile = load_tile(to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
+            next_to, next_tile = to, tile
+            for i in tl.static_range(TILES):
+                if i + 1 < TILES:
+                    next_to = pointers(
+                        at, base + (i + 1) * BLOCKS, block, row, column, width, inside,
+                        P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,
+                    )  # fmt: skip
+                    next_tile = load_tile(next_to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
+                p, low, m, m_scale, v, v_scale = step_tile(
+                    tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6],
+                    first + (low_half(f) + i * BLOCKS * 32), tl.arange(0, 32)[None, :], high_half(e),
+                    from_bits(low_half(a)), from_bits(high_half(a)), from_bits(low_half(b)), from_bits(high_half(b)),
+                    from_bits(low_half(c)), from_bits(high_half(c)), from_bits(low_half(d)), from_bits(high_half(d)),
+                    from_bits(low_half(e)), RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+                )  # fmt: skip
+                store_tile(to, inside, p, low, m, m_scale, v, v_scale, P, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
+                to, tile = next_to, next_tile
