@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU: the whole test suite, whose kernel tests run there instead of in the interpreter, and the
-# laws of the dynamics through every optimizer that is installed. Everything goes to DIRECTORY/on-gpu.log as well.
+# What has to be seen on a GPU: the whole test suite, whose kernel tests run there instead of in the interpreter, the
+# memory that the kernel touches, and the laws of the dynamics through every optimizer that is installed. Everything goes to DIRECTORY/on-gpu.log as well.
 #
 #   benchmarks/on_gpu.sh [DIRECTORY]
 set -uo pipefail
@@ -14,9 +14,13 @@ mkdir -p "$out"
     echo "== tests"
     $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= && echo "tests passed"
     tests=$?
+    echo "== memory, under compute-sanitizer"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        $python -m pytest -p no:cacheprovider tests/test_kernel.py -k "equal_to_eager"
+    memory=$?
     echo "== laws"
     $python benchmarks/laws.py --device cuda --jobs "$(nproc)" --json "$out/laws.json"
     laws=$?
-    echo "== tests exit code $tests, laws exit code $laws"
+    echo "== tests exit code $tests, memory exit code $memory, laws exit code $laws"
 } 2>&1 | tee "$out/on-gpu.log"
 ! grep -q "exit code [1-9]" "$out/on-gpu.log"

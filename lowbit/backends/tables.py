@@ -8,6 +8,7 @@ launches.
 import contextlib
 import itertools
 import operator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from lowbit import rules
 from lowbit.backends import triton as kernels
 from lowbit.dither import parameter_offset, signed32
-from lowbit.ops import APPROXIMATE, BLOCK, tl
+from lowbit.ops import APPROXIMATE, BLOCK, INTERPRETED, tl
 from lowbit.plan import real
 
 BLOCKS = 32  # blocks of 32 elements of a tile: eight elements a thread with four warps
@@ -45,6 +46,11 @@ class Launch:
     constants: dict
     options: dict
     compiled: object = None  # stays None in the interpreter
+
+    def compile(self, guard, device, *arguments):
+        """Compile for the arguments of a call, without calling."""
+        with guard(device):  # of this thread
+            self.kernel.warmup(*arguments, grid=(self.programs, 1, 1), **self.constants, **self.options)
 
     def __call__(self, *arguments):
         if self.compiled is None:
@@ -140,10 +146,14 @@ class Table:
         found_inf = self.zero if found_inf is None else found_inf
         for x, copy, _ in self.copies:
             copy.copy_(x)
+        calls = [(self.prepare, self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.count)]
+        calls += [(launch, chunks, self.addresses, self.shapes, self.pairs) for chunks, launch in self.launches]
+        if self.prepare.compiled is None and not INTERPRETED.value:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda call: call[0].compile(self.guard, self.device, *call[1:]), calls))
         with self.guard(self.device):
-            self.prepare(self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.count)
-            for chunks, launch in self.launches:
-                launch(chunks, self.addresses, self.shapes, self.pairs)
+            for launch, *arguments in calls:
+                launch(*arguments)
         for x, copy, written in self.copies:
             if written:
                 x.copy_(copy)
