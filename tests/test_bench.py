@@ -61,8 +61,17 @@ def test_torch_is_fused_adamw():
 
 @pytest.mark.parametrize("text", ["9bit", "8bit+", "8bit+fp32", "torch+24bit", "+24bit", "torch,,nine"])
 def test_unknown_names_are_refused_with_those_there_are(text):
-    with pytest.raises(UserError, match=r"unknown optimizer .* choose from torch, torch-fp32, 8bit, fp8, 4bit"):
+    with pytest.raises(UserError, match=r"unknown optimizer .* choose from torch, torch-fp32, .*8bit, fp8, 4bit"):
         peers.names(text)
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes-8bit", "torchao-8bit", "torchao-4bit", "torchao-fp8", "flashoptim"])
+def test_another_library_that_is_missing_is_named(name, monkeypatch):
+    package = name.split("-")[0]
+    for module in ("bitsandbytes", "bitsandbytes.optim", "torchao", "torchao.optim", "flashoptim"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"^{package}[.\w]* can't be imported .*: pip install {package}$"):
+        peers.find(name).build([torch.nn.Parameter(torch.ones(4))], 1e-3, (0.9, 0.999), 1e-8, 0.0, 0)
 
 
 def test_names_are_split_and_kept_once():

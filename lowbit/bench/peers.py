@@ -3,6 +3,7 @@
 A peer is a row: a function of ``(params, lr, betas, eps, weight_decay, seed)`` that imports what it needs.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,9 +25,27 @@ def torch_adamw(params, lr, betas, eps, weight_decay, seed):
     return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
+def other(module, name, install, **own):
+    """An AdamW of another library, imported when it is built, with ``own`` options, its best ones for bf16 weights."""
+
+    def build(params, lr, betas, eps, weight_decay, seed):
+        try:
+            optimizer = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise UserError(f"{module} can't be imported ({error}): pip install {install}") from None
+        return optimizer(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **own)
+
+    return Peer(build)
+
+
 PEERS = {
     "torch": Peer(torch_adamw),
     "torch-fp32": Peer(torch_adamw, fp32_weights=True),
+    "bitsandbytes-8bit": other("bitsandbytes.optim", "AdamW8bit", "bitsandbytes"),
+    "torchao-8bit": other("torchao.optim", "AdamW8bit", "torchao", bf16_stochastic_round=True),
+    "torchao-4bit": other("torchao.optim", "AdamW4bit", "torchao", bf16_stochastic_round=True),
+    "torchao-fp8": other("torchao.optim", "AdamWFp8", "torchao", bf16_stochastic_round=True),
+    "flashoptim": other("flashoptim", "FlashAdamW", "flashoptim", master_weight_bits=24),
 }
 
 
