@@ -165,6 +165,10 @@ def _e4m3_values(codes):
     return ((b << 20) & -0x78100000).view(torch.float32) * 5.192296858534828e33  # 2^112, fp32's bias less fp16's
 
 
+def _signed_byte(x, b):
+    return (x >> 20).to(torch.uint8).bitwise_and_(0x7F).bitwise_or_((b >> 24).to(torch.uint8).bitwise_and_(0x80))
+
+
 def _pack(codes):
     codes = codes.clamp(0, 15)
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
@@ -188,7 +192,7 @@ def _square4_values(codes):
 TORCH.update(
     e4m3_values=_e4m3_values,
     saturated_byte=lambda x: (x >> 20).clamp_(0, 255).to(torch.uint8),
-    signed_byte=lambda x, b: (((x >> 20) & 0x7F) | ((b >> 24) & 0x80)).to(torch.uint8),
+    signed_byte=_signed_byte,
     pack=_pack,
     pack_top=_pack_top,
     e3m1_bits=lambda codes: _unpack(codes) << 22,
