@@ -8,8 +8,9 @@ import logging
 
 import torch
 
+from lowbit.distributed import take
 from lowbit.options import check_group
-from lowbit.plan import plan, real
+from lowbit.plan import here, plan, real
 from lowbit.state import convert, found_layout
 
 VERSION = 1  # of the formats; in every param group of a state dict as ``format_version``
@@ -85,7 +86,7 @@ def _state(saved, p, group, name):
         raise ValueError(f"the state of {name} has no {sorted(missing)}, found {sorted(saved)}")
     target = plan(p, group)
     tensors = {key: _tensor(value, key, p) for key, value in saved.items()}
-    plain = real(p)
+    plain = here(p)
     for key in ("exp_avg", "exp_avg_sq"):  # floating-point moments of any library are as good as ours in fp32
         x = tensors[key]
         if x.dtype in (torch.float16, torch.float64) and x.shape == plain.shape:
@@ -95,7 +96,8 @@ def _state(saved, p, group, name):
         found = ", ".join(f"{key} {tuple(x.shape)} {x.dtype}" for key, x in tensors.items())
         raise ValueError(f"the state of {name}, of shape {tuple(p.shape)}, is of no format that lowbit reads: {found}")
     state = tensors if source == target else convert(source, target, tensors)
-    return source, target, state
+    # in one order in every process: torch gathers a sharded state tensor after tensor
+    return source, target, {key: state[key] for key in ("step", *(key for key, _, _ in target.tensors()))}
 
 
 def _tensor(value, key, p):
@@ -106,4 +108,4 @@ def _tensor(value, key, p):
         return torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(()).clone()
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"expected a tensor for {key!r}, found a {type(value).__name__}")
-    return real(value.detach()).to(p.device, copy=True).contiguous()
+    return real(take(value.detach(), p)).to(p.device, copy=True).contiguous()

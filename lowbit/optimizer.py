@@ -7,6 +7,7 @@ import torch
 from lowbit import checkpoint, rules
 from lowbit.backends import BACKENDS, Backend, Scalars
 from lowbit.backends.tables import Table
+from lowbit.distributed import align_gradient, is_dtensor, local, local_state, part, place
 from lowbit.dither import parameter_offset
 from lowbit.options import check_group, check_parameters, parameter_name
 from lowbit.plan import plan
@@ -38,6 +39,7 @@ class Optimizer(torch.optim.Optimizer):
         self._layouts = {}  # parameter -> the layout its state is in
         self._tables = {}  # device -> the table through which a kernel steps all its parameters
         self._tabled = False  # whether every parameter is on such a device
+        self._sharded = []  # parameters that are DTensors
 
     def __getstate__(self):
         return {**super().__getstate__(), "backend": self._backend.name}
@@ -46,6 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         state = dict(state)
         self._setup(state.pop("backend", "auto"))
         super().__setstate__(state)
+        self._sharded = [p for *_, p in self._numbered() if is_dtensor(p)]
 
     def add_param_group(self, param_group):
         """Add parameters with options of their own; see :class:`torch.optim.Optimizer`. The dict is not changed."""
@@ -54,6 +57,7 @@ class Optimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             check_group(group, f"param group {len(self.param_groups) - 1}")
             check_parameters(group, len(self.param_groups) - 1)
+            self._sharded += [p for p in group["params"] if is_dtensor(p)]
         except (ValueError, TypeError):
             self.param_groups.pop()
             raise
@@ -79,11 +83,12 @@ class Optimizer(torch.optim.Optimizer):
         if known is not planned or p not in self.state:
             state = self.state.get(p)
             if state:
-                known = found_layout(known or planned, state)
+                tensors = local_state(state)
+                known = found_layout(known or planned, tensors)
                 if known is None:
                     raise ValueError(f"the state holds tensors of no known format: {sorted(state)}")
-                state = convert(known, planned, state) if known != planned else state
-            self.state[p] = state or allocate(planned, p.device)
+                state = place(p, planned, convert(known, planned, tensors)) if known != planned else state
+            self.state[p] = state or place(p, planned, allocate(planned, p.device))
             self._layouts[p] = planned
         return self.state[p]
 
@@ -96,12 +101,28 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         for number, group in enumerate(self.param_groups):
             check_group(group, f"param group {number}")
+        for p in self._sharded:
+            align_gradient(p)
+        if not self.state and self._only_asked():
+            self.init_states()
+            return loss
         stale = [device for device, table in self._tables.items() if not table.serves(self.param_groups)]
         if stale or not self._tabled:
             self._scan(stale)
         for device, table in self._tables.items():
             table.step(self.param_groups, *(x if x is None else x.to(device) for x in self._scaler()))
         return loss
+
+    def _only_asked(self):
+        """Whether this first step is that of torch's ``get_optimizer_state_dict``, which wants state to exist.
+
+        It steps a fresh optimizer with learning rates and gradients of zero, and would leave ``step`` at 1.
+        """
+        on_cpu = all(not isinstance(g["lr"], torch.Tensor) or g["lr"].device.type == "cpu" for g in self.param_groups)
+        if not on_cpu or any(float(group["lr"]) != 0.0 for group in self.param_groups):
+            return False
+        gradients = [local(p.grad) for *_, p in self._numbered() if p.grad is not None]
+        return all(g.layout == torch.strided and not g.any() for g in gradients)
 
     def _scaler(self):
         """``grad_scale`` and ``found_inf``, which a GradScaler leaves here for the step; None without one."""
@@ -116,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
             devices.setdefault(item[-1].device, []).append(item)
         self._tabled = True
         for device, items in devices.items():
-            kind = self._backend.choose(device, sum(p.numel() for *_, p in items))
+            kind = self._backend.choose(device, sum(local(p).numel() for *_, p in items))
             if kind != "triton":
                 self._tabled = False
                 self._step_each(kind, items)
@@ -145,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
             key = (group_number, int(state["step"].item()))
             if key not in scalars:
                 scalars[key] = Scalars(group, key[1], self.decoupled, grad_scale)
-            offset = parameter_offset(group["seed"], number)
+            offset = parameter_offset(group["seed"], number) + part(p).start
             self._backend.step(kind, type(self).rule, self._layouts[p], p, p.grad, state, offset, scalars[key])
 
     def _numbered(self):
@@ -187,6 +208,6 @@ class Optimizer(torch.optim.Optimizer):
         self._tables.clear()
         self._tabled = False
         for p, (layout, state) in states.items():
-            self.state[p], self._layouts[p] = state, layout
+            self.state[p], self._layouts[p] = place(p, layout, state), layout
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

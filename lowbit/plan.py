@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from lowbit.codecs import FORMATS, Format
+from lowbit.distributed import Part, local, part
 from lowbit.ops import BLOCK
 from lowbit.weights import WEIGHTS, WeightMode, weight_mode
 
@@ -24,6 +25,7 @@ class Layout:
     dtype: torch.dtype
     format: Format
     weights: WeightMode
+    stride: int | None = None  # elements from row to row of the whole, where columns are sharded
 
     @property
     def numel(self):
@@ -38,13 +40,13 @@ class Layout:
     @property
     def row_len(self):
         """Elements of a row."""
-        return self.numel // self.rows if self.rows else 0
+        return math.prod(self.shape[1:])
 
     @property
     def grid(self):
         """The parameter as ``[rows, width]`` to be cut into tiles: one row where blocks are consecutive in memory."""
         whole_blocks = self.row_len % BLOCK == 0 or not self.format.blocked
-        return (1, self.numel) if whole_blocks else (self.rows, self.row_len)
+        return (1, self.numel) if whole_blocks and self.stride is None else (self.rows, self.row_len)
 
     def codes_shape(self, codec):
         """Shape of a code tensor: the parameter's, or ``[rows, bytes]`` where two codes share a byte."""
@@ -71,6 +73,14 @@ class Layout:
         mode = next((mode for mode in WEIGHTS.values() if mode.low == low), None)
         return mode and replace(self, format=format, weights=mode)
 
+    def as_fp32(self):
+        """The same parameter with its moments in fp32."""
+        return replace(self, format=FORMATS["fp32"])
+
+    def whole(self, shape):
+        """The layout of the whole parameter that this one's is a shard of."""
+        return replace(self, shape=shape, stride=None)
+
     @property
     def nbytes(self):
         """Bytes of state, ``step`` not counted."""
@@ -78,13 +88,19 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=65536)
-def layout(shape, dtype, state, weights, min_numel):
-    """The layout of a parameter of a *global* shape under a group's options.
+def layout(shape, dtype, state, weights, min_numel, shard=None):
+    """The layout of a parameter of a *global* shape, or of a ``shard`` of it, under a group's options.
 
-    Vectors and small tensors (norms, biases) keep fp32 state: under 0.01 % of a 7B model, and the most sensitive.
+    Vectors and small tensors (norms, biases) keep fp32 state: under 0.01 % of a 7B model, and the most sensitive. So
+    does a parameter whose columns are sharded unevenly or inside blocks.
     """
-    small = len(shape) < 2 or math.prod(shape) < min_numel
-    return Layout(shape, dtype, FORMATS["fp32" if small else state], weight_mode(weights, dtype))
+    shard = shard or Part(shape, shape, (0, 0))
+    plain = len(shape) < 2 or math.prod(shape) < min_numel
+    stride = None
+    if shard.columns > 1:
+        stride, width = math.prod(shape[1:]), math.prod(shape[1:]) // shard.columns
+        plain = plain or shape[1] % shard.columns != 0 or width % BLOCK != 0
+    return Layout(shard.shape, dtype, FORMATS["fp32" if plain else state], weight_mode(weights, dtype), stride)
 
 
 def real(x):
@@ -93,9 +109,14 @@ def real(x):
 
 
 def plan(p, group):
-    """The layout of parameter ``p`` in its param group."""
+    """The layout of parameter ``p`` in its param group, of a DTensor that of this process's part."""
     p = real(p)
-    return layout(p.shape, p.dtype, group["state"], group["weights"], group["min_numel"])
+    return layout(p.shape, p.dtype, group["state"], group["weights"], group["min_numel"], part(p))
+
+
+def here(p):
+    """What of a parameter or gradient this process steps: real, local."""
+    return real(local(p))
 
 
 def pieces(rows, width, limit):

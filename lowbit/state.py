@@ -7,6 +7,7 @@ State is a dict of plain tensors under flat names: ``step`` (fp32 scalar on the 
 import torch
 
 from lowbit.codecs import FORMATS
+from lowbit.distributed import local_state, place
 from lowbit.ops import BLOCK, in_torch
 from lowbit.plan import plan, tiled, untiled
 from lowbit.weights import low_bits_between
@@ -97,7 +98,9 @@ def decode_parameter(optimizer, p):
     for group in optimizer.param_groups:
         if any(p is other for other in group["params"]):
             planned = plan(p, group)
-            state = optimizer.state.get(p) or allocate(planned, p.device)
+            state = local_state(optimizer.state.get(p) or allocate(planned, p.device))
             moments = decode(found_layout(planned, state), state)
+            placed = place(p, planned.as_fp32(), dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)))
+            moments = tuple(placed.values())
             return tuple(torch.view_as_complex(x) for x in moments) if p.is_complex() else moments
     raise ValueError(f"the optimizer has no parameter of shape {tuple(p.shape)} that is this one")

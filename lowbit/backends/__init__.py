@@ -5,9 +5,10 @@ import logging
 import torch
 
 from lowbit.backends import compiled, eager
+from lowbit.distributed import local_state
 from lowbit.dither import step_offset
 from lowbit.ops import in_torch, tl
-from lowbit.plan import real
+from lowbit.plan import here
 from lowbit.rules import scalars
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
@@ -41,7 +42,7 @@ class Backend:
 
     def step(self, kind, rule, layout, p, g, state, offset, scalars):
         """One parameter one step on, in place; ``scalars`` is the :class:`Scalars` of its group and step."""
-        p, g = real(p), real(g)
+        p, g, state = here(p), here(g), local_state(state)
         if kind == "compiled" and layout.numel >= 64:  # a single block would be compiled as a case of its own
             update = compiled.updater(rule, layout.format, layout.weights, (p.dtype, g.dtype))
             try:

@@ -69,21 +69,21 @@ def step_parameter(update, limit, layout, p, g, state, offset, dither, scalars):
     tensors = [x if x is None else x.view(rows, -1) for x in tensors]
     units = (BLOCK, BLOCK, BLOCK, layout.format.m.unit, 1, layout.format.v.unit, 1)
     for piece in pieces(rows, width, limit):
-        step_piece(update, piece, width, tensors, units, offset, dither, scalars)
+        step_piece(update, piece, layout.stride or width, tensors, units, offset, dither, scalars)
     if not p.is_contiguous():
         p.copy_(work.view(p.shape))
 
 
-def step_piece(update, piece, width, tensors, units, offset, dither, scalars):
-    """One piece one step on."""
+def step_piece(update, piece, stride, tensors, units, offset, dither, scalars):
+    """One piece one step on; the numbers of elements grow by ``stride`` from row to row."""
     cuts = [x if x is None else cut(x, piece, unit) for x, unit in zip(tensors, units, strict=True)]
     tiles = [x if x is None else tiled(x, unit) for x, unit in zip(cuts, units, strict=True)]
     row, last_row, column, last_column = piece
     device = tensors[0].device
     starts = torch.arange(column, last_column, BLOCK, dtype=torch.int64, device=device)
     if last_row - row > 1:
-        starts = starts + torch.arange(last_row - row, device=device)[:, None] * width
-    first = (starts + (row * width + offset)).to(torch.int32).view(-1, 1)
+        starts = starts + torch.arange(last_row - row, device=device)[:, None] * stride
+    first = (starts + (row * stride + offset)).to(torch.int32).view(-1, 1)
     update(*tiles, first, lanes(device), dither, scalars)
     for x, tile in zip(cuts, tiles, strict=True):
         if x is not None and tile.data_ptr() != x.data_ptr():

@@ -15,9 +15,10 @@ import torch
 
 from lowbit import rules
 from lowbit.backends import triton as kernels
+from lowbit.distributed import is_dtensor, local, part
 from lowbit.dither import parameter_offset, signed32
 from lowbit.ops import APPROXIMATE, BLOCK, INTERPRETED, tl
-from lowbit.plan import real
+from lowbit.plan import here
 
 BLOCKS = 32  # blocks of 32 elements of a tile: eight elements a thread with four warps
 TILES = 2  # that a program of whole chunks steps, one after the other
@@ -27,6 +28,10 @@ TILE = BLOCKS * BLOCK
 _address = torch.Tensor.data_ptr
 _grad, _exp_avg = operator.attrgetter("grad"), operator.itemgetter("exp_avg")
 _NAMES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "weight_low")
+
+
+def _local_address(x):
+    return local(x).data_ptr()
 
 
 def _triton_dtype(dtype):
@@ -69,6 +74,7 @@ class Table:
     def __init__(self, device, rule, decoupled, work, others, groups):
         self.device, self.rule, self.decoupled = device, rule, decoupled
         self.params = [w[3] for w in work] + others
+        self.address = _local_address if any(map(is_dtensor, self.params)) else _address
         self.states = [w[5] for w in work]
         self.options, self.members = options(groups), members(groups)
         self.copies = []  # (tensor, its contiguous copy, whether it is written back)
@@ -80,7 +86,7 @@ class Table:
         self.addresses = torch.tensor(rows, dtype=torch.int64).to(**on_device)
         self.steps = torch.tensor([state["step"].data_ptr() for state in self.states]).to(**on_device)
         self.groups = torch.tensor([w[1] for w in work], dtype=torch.int32).to(**on_device)
-        numbers = [signed32(parameter_offset(group["seed"], number)) for number, _, group, *_ in work]
+        numbers = [signed32(parameter_offset(group["seed"], i) + part(p).start) for i, _, group, p, *_ in work]
         self.shapes = torch.tensor([_shape(w[4]) for w in work], dtype=torch.int64).to(**on_device)
         self.count = torch.tensor([len(work)], dtype=torch.int32).to(**on_device)
         scalars = torch.zeros(len(work), kernels.SCALARS.value, dtype=torch.float32)
@@ -97,13 +103,13 @@ class Table:
         self.hyper_rows = None
         self.stepped = self.params[: len(work)]
         self.grad_dtypes = [p.grad.dtype for p in self.stepped]
-        self.grads = list(map(_address, map(_grad, self.stepped)))
-        self.places = list(map(_address, self.params))
+        self.grads = list(map(self.address, map(_grad, self.stepped)))
+        self.places = list(map(self.address, self.params))
         self.moments = list(map(_exp_avg, self.states))
 
     def _addresses(self, p, state):
-        p, g = self._contiguous(real(p), True), self._contiguous(real(p.grad), False)
-        return [x.data_ptr() if x is not None else 0 for x in (p, g, *map(state.get, _NAMES))]
+        p, g = self._contiguous(here(p), True), self._contiguous(here(p.grad), False)
+        return [_local_address(x) if x is not None else 0 for x in (p, g, *map(state.get, _NAMES))]
 
     def _contiguous(self, x, written):
         if x.is_contiguous():
@@ -115,12 +121,12 @@ class Table:
     def serves(self, groups):
         """Whether the tables hold for the optimizer as it is now."""
         try:
-            grads = list(map(_address, map(_grad, self.stepped)))
+            grads = list(map(self.address, map(_grad, self.stepped)))
             if any(p.grad is not None for p in self.params[len(self.stepped) :]):
                 return False
             if options(groups) != self.options or not same(members(groups), self.members):
                 return False
-            if list(map(_address, self.params)) != self.places:
+            if list(map(self.address, self.params)) != self.places:
                 return False
             if not same(map(_exp_avg, self.states), self.moments):
                 return False
@@ -133,7 +139,7 @@ class Table:
         if self.copies:
             return False
         for p, dtype, old, new in zip(self.stepped, self.grad_dtypes, self.grads, grads, strict=True):
-            if (new - old) % 16 or p.grad.dtype != dtype or not p.grad.is_contiguous():
+            if (new - old) % 16 or p.grad.dtype != dtype or not local(p.grad).is_contiguous():
                 return False
         self.addresses[:, 1].copy_(torch.tensor(grads, dtype=torch.int64), non_blocking=True)
         self.grads = grads
@@ -199,17 +205,17 @@ def same(found, known):
 
 
 def _shape(layout):
-    """Width of a row, blocks of a row, all blocks: see :func:`lowbit.backends.triton.step_kernel`."""
+    """Width of a row, blocks of a row, all blocks, stride: see :func:`lowbit.backends.triton.step_kernel`."""
     rows, width = layout.grid
     per_row = -(-width // BLOCK)
-    return width, max(per_row, 1), rows * per_row
+    return width, max(per_row, 1), rows * per_row, layout.stride or width
 
 
 def _launches(rule, work, rows, device):
     """The launches of a step: for each combination of formats and dtypes one of whole chunks, one of the rest."""
     whole, rest = {}, {}
     for i, (*_, p, layout, _) in enumerate(work):
-        key = (layout.format, layout.weights, real(p).dtype, p.grad.dtype if not p.is_complex() else torch.float32)
+        key = (layout.format, layout.weights, here(p).dtype, p.grad.dtype if not p.is_complex() else torch.float32)
         consecutive = layout.grid[0] == 1 and all(address % 16 == 0 for address in rows[i])
         count = layout.numel // (TILES * TILE) if consecutive else 0
         end = -(-_shape(layout)[2] // BLOCKS)

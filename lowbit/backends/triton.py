@@ -13,6 +13,7 @@ from lowbit.tile import step_tile
 POINTERS = constexpr(7)  # columns of the table of addresses: parameter, gradient, m, its scale, v, its scale, low bits
 RULE_SCALARS = constexpr(9)  # those of rules.scalars, the first columns of the table of scalars
 SCALARS = constexpr(12)  # and the step's dither, the parameter's offset, 0.0 for a step that is to be skipped
+SHAPE = constexpr(4)  # columns of the table of shapes
 HYPER = constexpr(6)  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
 TENSORS = constexpr(128)  # tensors that a program of scalars_kernel serves
 STEP_PHI = constexpr(signed32(PHI))
@@ -107,10 +108,10 @@ def locate(shapes, start, BLOCKS: constexpr, WHOLE: constexpr):
     if WHOLE:
         return start, block, 0, 0, 0, 0, (start * 32).to(tl.int32) + block * 32
     else:
-        width, per_row = tl.load(shapes), tl.load(shapes + 1)
+        width, per_row, blocks, stride = row_of(shapes, 0, SHAPE)
         block = block + start
         row, column = block // per_row, block % per_row * 32
-        return start * 0, block, row, column, width, block < tl.load(shapes + 2), (row * width + column).to(tl.int32)
+        return start * 0, block, row, column, width, block < blocks, (row * stride + column).to(tl.int32)
 
 
 @jit
@@ -205,7 +206,8 @@ def step_kernel(
 
     ``chunks`` int64 ``[·, 2]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs (upper half),
     and how many there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is
-    cut into blocks of its own, and ``shapes`` int64 ``[tensors, 3]`` holds ``width``, blocks a row, and all blocks.
+    cut into blocks of its own, and ``shapes`` int64 ``[tensors, 4]`` holds ``width``, blocks a row, all blocks,
+    and how many element numbers lie between the starts of two rows.
     ``scalars`` are read as int64 ``[tensors, 6]``, two at a time. A tile is loaded before the one in front of it is
     stored: while a program computes, its loads are on their way.
     """
@@ -217,7 +219,7 @@ def step_kernel(
         if high_half(f) != 0:
             at = row_of(addresses, tensor, POINTERS)
             start = (high_half(which) + k).to(tl.int64) * (TILES * BLOCKS)
-            base, block, row, column, width, inside, first = locate(shapes + tensor * 3, start, BLOCKS, WHOLE)
+            base, block, row, column, width, inside, first = locate(shapes + tensor * SHAPE, start, BLOCKS, WHOLE)
             to = pointers(
                 at, base, block, row, column, width, inside,
                 P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,

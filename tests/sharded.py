@@ -1,0 +1,246 @@
+"""What four processes of gloo do together for ``test_sharding.py``: one world, meshes inside it."""
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import lowbit
+from lowbit.distributed import local
+
+WORLD = 4
+SHAPES = ((257, 64), (3, 128), (8, 64, 64), (100, 96), (96,), (7, 40), (64, 256))
+MESHES = {
+    "FSDP x 2": ([0, 1], [Shard(0)]),
+    "FSDP x 3": ([0, 1, 2], [Shard(0)]),
+    "FSDP x 4": ([0, 1, 2, 3], [Shard(0)]),
+    "HSDP 2 x 2": ([[0, 1], [2, 3]], [Replicate(), Shard(0)]),
+    "TP x 2": ([0, 1], [Shard(1)]),
+    "FSDP x TP": ([[0, 1], [2, 3]], [Shard(0), Shard(1)]),
+}
+OPTIONS = ({"state": "8bit"}, {"state": "4bit"}, {"state": "8bit", "weights": "24bit"}, {"state": "12bit"})
+
+
+class Net(torch.nn.Module):
+    """Parameters of the shapes above."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+        self.weights = torch.nn.ParameterList(values)
+
+
+def gradients(step):
+    """The same in every process."""
+    generator = torch.Generator().manual_seed(step + 1)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+
+
+def optimizer_of(params, options, backend="eager", fp32=()):
+    """An optimizer that keeps fp32 state for the parameters at some places."""
+    groups = [{"params": [p], **({"state": "fp32"} if i in fp32 else {})} for i, p in enumerate(params)]
+    return lowbit.AdamW(groups, lr=1e-2, weight_decay=0.1, min_numel=0, backend=backend, **options)
+
+
+def cut_blocks(placements):
+    """Places of the shapes whose columns two processes would share inside a block: they keep fp32 state."""
+    return [i for i, s in enumerate(SHAPES) if Shard(1) in placements and s[1:] and math.prod(s[1:]) // 2 % 32]
+
+
+def take_steps(optimizer, params, steps, mesh=None, placements=None):
+    """Steps with the gradients of their numbers."""
+    for step in steps:
+        for p, g in zip(params, gradients(step), strict=True):
+            p.grad = distribute_tensor(g, mesh, placed(placements, g), src_data_rank=None) if mesh else g
+        optimizer.step()
+
+
+def placed(placements, x):
+    """Placements that a tensor can have: a vector has no columns."""
+    return [Replicate() if p == Shard(1) and x.ndim < 2 else p for p in placements]
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def same(x, y):
+    """Bit-equal, wherever the parts are; every process of the mesh takes part."""
+    x, y = (whole(t.detach()).contiguous() for t in (x, y))
+    return x.dtype == y.dtype and x.shape == y.shape and bytes(x.view(torch.uint8).numpy()) == bytes(
+        y.view(torch.uint8).numpy()
+    ) if x.ndim else torch.equal(x, y)  # fmt: skip
+
+
+def differences(ps, a, qs, b):
+    """Names of what is not bit-equal between two optimizers."""
+    found = []
+    for i, (p, q) in enumerate(zip(ps, qs, strict=True)):
+        if not same(p, q):
+            found.append(f"weight {i}")
+        if a.state[p].keys() != b.state[q].keys():
+            found.append(f"keys {i}: {sorted(a.state[p])} {sorted(b.state[q])}")
+            continue
+        found += [f"{name} {i}" for name in a.state[p] if not same(a.state[p][name], b.state[q][name])]
+    return found
+
+
+def reference(options, steps, fp32=()):
+    net = Net()
+    params = list(net.weights)
+    optimizer = optimizer_of(params, options, fp32=fp32)
+    take_steps(optimizer, params, range(steps))
+    return params, optimizer
+
+
+def check_meshes(rank, folder):
+    """Twenty steps on each mesh are those of one process."""
+    for options in OPTIONS:
+        for name, (ranks, placements) in MESHES.items():
+            qs, b = reference(options, 20, cut_blocks(placements))
+            mesh = DeviceMesh("cpu", ranks)
+            if mesh.get_coordinate() is None:
+                continue
+            params = [
+                torch.nn.Parameter(distribute_tensor(p.data, mesh, placed(placements, p), src_data_rank=None))
+                for p in Net().weights
+            ]
+            optimizer = optimizer_of(params, options)
+            take_steps(optimizer, params, range(20), mesh, placements)
+            found = differences(params, optimizer, qs, b)
+            assert not found, f"{options} on {name}, rank {rank}: {found}"
+        dist.barrier()
+
+
+def check_kernel(rank, folder):
+    """The kernel, in the interpreter, numbers elements of shards as the eager backend does."""
+    for name in ("FSDP x 3", "TP x 2"):
+        ranks, placements = MESHES[name]
+        qs, b = reference(OPTIONS[0], 2, cut_blocks(placements))
+        mesh = DeviceMesh("cpu", ranks)
+        if mesh.get_coordinate() is None:
+            continue
+        params = [
+            torch.nn.Parameter(distribute_tensor(p.data, mesh, placed(placements, p), src_data_rank=None))
+            for p in Net().weights
+        ]
+        optimizer = optimizer_of(params, OPTIONS[0], backend="triton")
+        take_steps(optimizer, params, range(2), mesh, placements)
+        found = differences(params, optimizer, qs, b)
+        assert not found, f"kernel on {name}, rank {rank}: {found}"
+
+
+def sharded_net(mesh, options):
+    """A net under FSDP2, or whole in one process, and its optimizer."""
+    net = Net()
+    if mesh is not None:
+        fully_shard(net, mesh=mesh)
+    return net, optimizer_of(list(net.weights), options)
+
+
+def check_resume(rank, folder):
+    """Saved by DCP on one mesh, loaded on others: as if never stopped."""
+    for number, options in enumerate(OPTIONS[:3]):
+        for chain in (([0, 1], [0, 1, 2], [0, 1, 2, 3], [0]), ([0, 1, 2, 3], [0, 1, 2], [0])):
+            path = None
+            for i, ranks in enumerate(chain):
+                mesh = DeviceMesh("cpu", ranks)
+                steps = range(4 + 2 * (i - 1), 4 + 2 * i) if i else range(4)
+                if mesh.get_coordinate() is not None:
+                    net, optimizer = sharded_net(mesh, options)
+                    group = mesh.get_group()
+                    if path:
+                        load(net, optimizer, path, group)
+                    placements = [Shard(0)]
+                    take_steps(optimizer, list(net.weights), steps, mesh, placements)
+                    path = Path(folder) / f"{number}-{len(chain)}-{i}"
+                    state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+                    dcp.save(state, checkpoint_id=path, process_group=group)
+                path = Path(folder) / f"{number}-{len(chain)}-{i}"
+                dist.barrier()
+            if rank == 0:
+                qs, b = reference(options, 4 + 2 * (len(chain) - 1))
+                found = differences(list(net.weights), optimizer, qs, b)
+                assert not found, f"{options} over {chain}: {found}"
+
+
+def load(net, optimizer, path, group):
+    """Model and optimizer from a distributed checkpoint; a fresh optimizer asked for its state stays fresh."""
+    state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+    assert all(s["step"].item() == 0 for s in optimizer.state.values())
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    set_model_state_dict(net, state["model"])
+    set_optimizer_state_dict(net, optimizer, state["optim"])
+
+
+def check_full(rank, folder):
+    """A full state dict of one process goes into shards, by broadcast from rank 0 and by each process, and back."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    for options in OPTIONS[:3]:
+        qs, b = reference(options, 3)
+        net, _ = sharded_net(None, options)
+        for q, p in zip(qs, net.weights, strict=True):
+            p.data.copy_(q.data)
+        single = optimizer_of(list(net.weights), options)
+        single.load_state_dict(b.state_dict())
+        saved = get_optimizer_state_dict(net, single)
+        model = {name: x.clone() for name, x in net.state_dict().items()}
+        for broadcast in (True, False):
+            other, optimizer = sharded_net(mesh, options)
+            if broadcast:
+                choice = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(other, model if rank == 0 else {}, options=choice)
+                set_optimizer_state_dict(other, optimizer, saved if rank == 0 else {}, options=choice)
+            else:
+                for p, q in zip(other.weights, qs, strict=True):
+                    p.data.copy_(distribute_tensor(q.data, mesh, [Shard(0)], src_data_rank=None))
+                optimizer.load_state_dict(b.state_dict())
+            take_steps(optimizer, list(other.weights), range(3, 5), mesh, [Shard(0)])
+            rs, c = reference(options, 5)
+            found = differences(list(other.weights), optimizer, rs, c)
+            assert not found, f"{options}, broadcast {broadcast}, rank {rank}: {found}"
+            full = get_optimizer_state_dict(other, optimizer, options=StateDictOptions(full_state_dict=True))
+            for i, r in enumerate(rs):
+                assert all(same(full["state"][f"weights.{i}"][name], x) for name, x in c.state[r].items())
+
+
+def check_decode(rank, folder):
+    """``lowbit.decode`` gives moments placed like the parameter."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    qs, b = reference(OPTIONS[0], 2)
+    net, optimizer = sharded_net(mesh, OPTIONS[0])
+    take_steps(optimizer, list(net.weights), range(2), mesh, [Shard(0)])
+    for p, q in zip(net.weights, qs, strict=True):
+        for x, y in zip(lowbit.decode(optimizer, p), lowbit.decode(b, q), strict=True):
+            assert x.placements == p.placements and same(x, y) and local(x).dtype == torch.float32
+
+
+CHECKS = {"meshes": check_meshes, "kernel": check_kernel, "resume": check_resume, "full": check_full}
+CHECKS["decode"] = check_decode
+
+
+def run(rank, name, folder):
+    """One process of the world."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
+    try:
+        CHECKS[name](rank, folder)
+    finally:
+        dist.destroy_process_group()
