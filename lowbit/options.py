@@ -80,8 +80,13 @@ def parameter_name(group, group_number, p):
 
 
 def check_parameters(group, group_number):
-    """Raise ``TypeError`` or ``ValueError`` for a parameter whose dtype can't be kept as the group asks."""
+    """Raise ``TypeError`` or ``ValueError`` for a parameter that can't be kept as the group asks."""
     for p in group["params"]:
+        if getattr(p, "_fsdp_flattened", False):
+            raise ValueError(
+                f"{parameter_name(group, group_number, p)} belongs to FullyShardedDataParallel, which flattens "
+                "parameters across the blocks of low-bit state: use torch.distributed.fsdp.fully_shard (FSDP2)"
+            )
         dtype = real(p).dtype
         if dtype not in DTYPES:
             raise TypeError(

@@ -1,10 +1,12 @@
 """What four processes of gloo do together for ``test_sharding.py``: one world, meshes inside it."""
 
+import copy
 import logging
 import math
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit
@@ -230,8 +232,40 @@ def check_decode(rank, folder):
             assert x.placements == p.placements and same(x, y) and local(x).dtype == torch.float32
 
 
+def check_flat(rank, folder):
+    """FSDP1 is refused when the optimizer is built."""
+    for original in (True, False):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        net = FullyShardedDataParallel(net, use_orig_params=original, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="fully_shard"):
+            lowbit.AdamW8bit(net.parameters())
+
+
+def check_replicas(rank, folder):
+    """DDP: replicas that see different halves of a batch stay equal, and equal one process that saw it all."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 32))
+    alone = copy.deepcopy(net)
+    replica = torch.nn.parallel.DistributedDataParallel(net)
+    ours = lowbit.AdamW8bit(replica.parameters(), lr=1e-2)
+    theirs = lowbit.AdamW8bit(alone.parameters(), lr=1e-2)
+    for step in range(5):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        replica(x[2 * rank : 2 * rank + 2]).square().sum().backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        ours.step(), theirs.step()
+        ours.zero_grad()
+    found = differences(list(net.parameters()), ours, list(alone.parameters()), theirs)
+    assert not found, found
+    for p in net.parameters():
+        gathered = [torch.empty_like(p) for _ in range(WORLD)]
+        dist.all_gather(gathered, p.detach())
+        assert all(same(x, p) for x in gathered)
+
+
 CHECKS = {"meshes": check_meshes, "kernel": check_kernel, "resume": check_resume, "full": check_full}
-CHECKS["decode"] = check_decode
+CHECKS |= {"decode": check_decode, "flat": check_flat, "replicas": check_replicas}
 
 
 def run(rank, name, folder):
