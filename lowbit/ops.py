@@ -275,7 +275,7 @@ TORCH = {
     "top_bits": lambda r, count: (r >> (32 - count)) & ((1 << count) - 1),
     "absolute": torch.abs,
     "copy_sign": lambda x, b: (x & 0x7FFFFFFF) | (b & -0x80000000),
-    "saturate": lambda x: torch.where(x > 0, x, 0.0).clamp_(max=1.0),
+    "saturate": lambda x: x.clamp(0.0, 1.0) if _plain(x) else torch.where(x > 0, x, 0.0).clamp_(max=1.0),
 }
 
 

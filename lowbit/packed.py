@@ -3,6 +3,8 @@
 There each word is a few instructions for four codes at a time; elsewhere it is the same arithmetic code by code.
 """
 
+import functools
+
 import torch
 
 from lowbit.ops import APPROXIMATE, BLOCK, TORCH, jit, tl
@@ -184,9 +186,20 @@ def _unpack(codes):
 
 
 def _square4_values(codes):
-    b = _unpack(codes)
-    c = (b & 7).to(torch.float32)
-    return torch.where(b > 7, -c, c) * c
+    if torch.compiler.is_compiling():
+        b = _unpack(codes)
+        c = (b & 7).to(torch.float32)
+        return torch.where(b > 7, -c, c) * c
+    pairs = torch.nn.functional.embedding(codes.to(torch.int32), _square4_pairs(codes.device))
+    return pairs.view(codes.shape[0], BLOCK)
+
+
+@functools.cache
+def _square4_pairs(device):
+    """The two values of every byte, ``[256, 2]``."""
+    c = torch.tensor([c * c for c in range(8)] + [-float(c) * c for c in range(8)], dtype=torch.float32, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((c[byte & 15], c[byte >> 4]), dim=1)
 
 
 TORCH.update(
