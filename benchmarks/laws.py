@@ -19,35 +19,19 @@ from limits import ANY, LAWS, STATES, ours
 from rich.progress import track
 from rich.table import Table
 
-
-def _bitsandbytes(params, **options):
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(params, weight_decay=0.0, **options)
+from lowbit.bench import peers
 
 
-def _torchao(name):
-    def make(params, **options):
-        import torchao.optim
-
-        return getattr(torchao.optim, name)(params, weight_decay=0.0, **options)
+def _peer(peer):
+    def make(params, lr, betas, eps):
+        return peer.build(params, lr, betas, eps, 0.0, 0)
 
     return make
 
 
-def _flashoptim(params, **options):
-    import flashoptim
-
-    return flashoptim.FlashAdamW(params, weight_decay=0.0, master_weight_bits=None, **options)
-
-
-PEERS = {
-    "bitsandbytes-8bit": _bitsandbytes,
-    "torchao-8bit": _torchao("AdamW8bit"),
-    "torchao-4bit": _torchao("AdamW4bit"),
-    "torchao-fp8": _torchao("AdamWFp8"),
-    "flashoptim": _flashoptim,
-}
+PEERS = {name: _peer(peers.find(name)) for name in ("bitsandbytes-8bit", "torchao-8bit", "torchao-4bit", "torchao-fp8")}
+# fp32 weights have no low bits to keep
+PEERS["flashoptim"] = _peer(peers.other("flashoptim", "FlashAdamW", "flashoptim", master_weight_bits=None))
 NAMES = (*STATES, *PEERS)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU: the whole test suite, whose kernel tests run there instead of in the interpreter, the
+# What has to be seen on a GPU: the tests of the kernel, which run there instead of in the interpreter, the
 # memory that the kernel touches, and the laws of the dynamics through every optimizer that is installed. Everything goes to DIRECTORY/on-gpu.log as well.
 #
 #   benchmarks/on_gpu.sh [DIRECTORY]
@@ -12,7 +12,8 @@ mkdir -p "$out"
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
     $python -c "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)"
     echo "== tests"
-    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= && echo "tests passed"
+    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= \
+        tests/test_parity.py tests/test_kernel.py tests/test_gpu.py && echo "tests passed"
     tests=$?
     echo "== memory, under compute-sanitizer"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \

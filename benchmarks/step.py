@@ -26,6 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]  # run as a script from anywhere
 
 from shapes import SHAPES  # noqa: E402
 
+from lowbit.bench import peers  # noqa: E402
 from lowbit.finetune.memory import state_bytes  # noqa: E402
 
 LR = 1e-5
@@ -44,28 +45,9 @@ def _lowbit(**options):
     return make
 
 
-def _bitsandbytes(params):
-    import bitsandbytes
-
-    return bitsandbytes.optim.AdamW8bit(params, lr=LR)
-
-
-def _torchao(name, **options):
-    def make(params):
-        import torchao.optim
-
-        return getattr(torchao.optim, name)(params, lr=LR, **options)
-
-    return make
-
-
-def _flashoptim(**options):
-    def make(params):
-        import flashoptim
-
-        return flashoptim.FlashAdamW(params, lr=LR, **options)
-
-    return make
+def _other(*names, **options):
+    peer = peers.other(*names, **options)
+    return lambda params: peer.build(params, LR, (0.9, 0.999), 1e-8, 1e-2, 0)
 
 
 def _optimi(params):
@@ -77,12 +59,12 @@ def _optimi(params):
 OPTIMIZERS = {
     "torch-fused": _torch(fused=True),
     "torch-foreach": _torch(foreach=True),
-    "bitsandbytes-8bit": _bitsandbytes,
-    "torchao-8bit": _torchao("AdamW8bit"),
-    "torchao-4bit": _torchao("AdamW4bit"),
-    "torchao-fp8": _torchao("AdamWFp8"),
-    "flashoptim": _flashoptim(master_weight_bits=None),
-    "flashoptim-24bit": _flashoptim(master_weight_bits=24),
+    "bitsandbytes-8bit": _other("bitsandbytes.optim", "AdamW8bit", "bitsandbytes"),
+    "torchao-8bit": _other("torchao.optim", "AdamW8bit", "torchao"),
+    "torchao-4bit": _other("torchao.optim", "AdamW4bit", "torchao"),
+    "torchao-fp8": _other("torchao.optim", "AdamWFp8", "torchao"),
+    "flashoptim": _other("flashoptim", "FlashAdamW", "flashoptim", master_weight_bits=None),
+    "flashoptim-24bit": _other("flashoptim", "FlashAdamW", "flashoptim", master_weight_bits=24),
     "optimi-kahan": _optimi,
     "8bit": _lowbit(),
     "8bit-eager": _lowbit(backend="eager"),

@@ -65,9 +65,21 @@ def signed_byte(x, b):
 
 
 @jit
+def interleave(low, high):
+    """Two ``[blocks, 16]`` as ``[blocks, 32]``, of which ``low`` are the even elements."""
+    return tl.reshape(tl.join(low, high), [low.shape[0], 32])
+
+
+@jit
+def deinterleave(x):
+    """Inverse of :func:`interleave`."""
+    return tl.split(tl.reshape(x, [x.shape[0], 16, 2]))
+
+
+@jit
 def pack(codes):
     """int32 ``[blocks, 32]``, limited to 0 … 15, to bytes ``[blocks, 16]``; an even element takes the low half."""
-    low, high = tl.split(tl.reshape(codes, [codes.shape[0], 16, 2]))
+    low, high = deinterleave(codes)
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             """{
@@ -85,7 +97,7 @@ def pack(codes):
 @jit
 def pack_top(x):
     """The upper four bits of int32 ``[blocks, 32]`` to bytes ``[blocks, 16]``, in the order of :func:`pack`."""
-    low, high = tl.split(tl.reshape(x, [x.shape[0], 16, 2]))
+    low, high = deinterleave(x)
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             """{
@@ -98,12 +110,6 @@ def pack_top(x):
         )  # fmt: skip
     else:
         return (((low >> 28) & 15) | ((high >> 24) & 0xF0)).to(tl.uint8)
-
-
-@jit
-def interleave(low, high):
-    """Two ``[blocks, 16]`` as ``[blocks, 32]``, of which ``low`` are the even elements."""
-    return tl.reshape(tl.join(low, high), [low.shape[0], 32])
 
 
 @jit
@@ -185,11 +191,15 @@ def _unpack(codes):
     return torch.stack((b & 15, b >> 4), dim=-1).reshape(codes.shape[0], BLOCK)
 
 
+def _squares(codes):
+    b = _unpack(codes)
+    c = (b & 7).to(torch.float32)
+    return torch.where(b > 7, -c, c) * c
+
+
 def _square4_values(codes):
     if torch.compiler.is_compiling():
-        b = _unpack(codes)
-        c = (b & 7).to(torch.float32)
-        return torch.where(b > 7, -c, c) * c
+        return _squares(codes)
     pairs = torch.nn.functional.embedding(codes.to(torch.int32), _square4_pairs(codes.device))
     return pairs.view(codes.shape[0], BLOCK)
 
@@ -197,9 +207,7 @@ def _square4_values(codes):
 @functools.cache
 def _square4_pairs(device):
     """The two values of every byte, ``[256, 2]``."""
-    c = torch.tensor([c * c for c in range(8)] + [-float(c) * c for c in range(8)], dtype=torch.float32, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((c[byte & 15], c[byte >> 4]), dim=1)
+    return _squares(torch.arange(256, dtype=torch.uint8, device=device).view(16, 16)).view(256, 2)
 
 
 TORCH.update(

@@ -77,6 +77,12 @@ def placed(placements, x):
     return [Replicate() if p == Shard(1) and x.ndim < 2 else p for p in placements]
 
 
+def parameters_on(mesh, placements):
+    """The parameters of a net, sharded."""
+    values = [distribute_tensor(p.data, mesh, placed(placements, p), src_data_rank=None) for p in Net().weights]
+    return [torch.nn.Parameter(x) for x in values]
+
+
 def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
@@ -118,10 +124,7 @@ def check_meshes(rank, folder):
             mesh = DeviceMesh("cpu", ranks)
             if mesh.get_coordinate() is None:
                 continue
-            params = [
-                torch.nn.Parameter(distribute_tensor(p.data, mesh, placed(placements, p), src_data_rank=None))
-                for p in Net().weights
-            ]
+            params = parameters_on(mesh, placements)
             optimizer = optimizer_of(params, options)
             take_steps(optimizer, params, range(20), mesh, placements)
             found = differences(params, optimizer, qs, b)
@@ -137,10 +140,7 @@ def check_kernel(rank, folder):
         mesh = DeviceMesh("cpu", ranks)
         if mesh.get_coordinate() is None:
             continue
-        params = [
-            torch.nn.Parameter(distribute_tensor(p.data, mesh, placed(placements, p), src_data_rank=None))
-            for p in Net().weights
-        ]
+        params = parameters_on(mesh, placements)
         optimizer = optimizer_of(params, OPTIONS[0], backend="triton")
         take_steps(optimizer, params, range(2), mesh, placements)
         found = differences(params, optimizer, qs, b)

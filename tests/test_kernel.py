@@ -92,7 +92,7 @@ def test_maximize_and_adam():
 
 def test_overflow_found_by_a_grad_scaler_skips_the_whole_step():
     ps, a, qs, b = both(torch.bfloat16)
-    for step, (found, scale) in enumerate(((0.0, 4.0), (1.0, 4.0), (0.0, 0.5))):
+    for step, (found, scale) in enumerate(((0.0, 4.0), (1.0, 4.0), (2.0, 4.0), (0.0, 0.5))):
         for optimizer, params, device in ((a, ps, "cpu"), (b, qs, DEVICE)):
             for p in params:
                 p.grad = (gradient(p.cpu(), step) * scale).to(device).to(p.dtype)

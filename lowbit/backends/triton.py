@@ -32,7 +32,7 @@ def scalars_kernel(
     i = tl.program_id(0) * TENSORS + tl.arange(0, TENSORS)
     mask = i < tl.load(count)
     steps = tl.load(step_addresses + i, mask=mask, other=0).to(tl.pointer_type(tl.float32))
-    live = 1.0 - tl.load(found_inf)
+    live = (tl.load(found_inf) == 0.0).to(tl.float32)  # it is a sum over devices: more than one, too
     step = tl.load(steps, mask=mask, other=1.0) + live
     tl.store(steps, step, mask=mask)
     step = tl.maximum(step, 1.0)  # a first step that is skipped
