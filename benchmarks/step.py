@@ -11,9 +11,9 @@ temporary memory a parameter.
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,8 @@ from lowbit.bench import peers  # noqa: E402
 from lowbit.finetune.memory import state_bytes  # noqa: E402
 
 LR = 1e-5
+PROCESSES = multiprocessing.get_context("forkserver")  # fresh ones, forked where imports are done and no device is used
+PROCESSES.set_forkserver_preload(["torch", "lowbit"])
 
 
 def _torch(**options):
@@ -167,20 +169,23 @@ def copy_speed(device):
 
 def in_process(name, shapes, arguments, caches):
     """Run :func:`measure` in a fresh process; a failure is a result with its reason."""
-    command = [sys.executable, __file__, "--worker", name, "--shapes", shapes, "--device", arguments.device]
-    command += ["--dtype", arguments.dtype, "--repeats", str(arguments.repeats), "--seconds", str(arguments.seconds)]
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": f"{caches}/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
-    }
+    dtype = getattr(torch, arguments.dtype)
+    work = (name, shapes, arguments.device, dtype, arguments.repeats, arguments.seconds)
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=arguments.limit)
-    except subprocess.TimeoutExpired:
+        with PROCESSES.Pool(1, quiet, (caches,)) as pool:
+            return pool.apply_async(measure, work).get(arguments.limit)
+    except multiprocessing.TimeoutError:
         return {"failed": f"not done after {arguments.limit} s"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    except Exception as error:  # whatever keeps a peer from running is its result
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def quiet(caches):
+    """Give a process compile caches of its own, and its prattle to nobody."""
+    os.environ.update(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def row(result, speed):
@@ -242,16 +247,7 @@ def main():
     parser.add_argument("--limit", type=float, default=900, help="seconds after which an optimizer is given up")
     parser.add_argument("--warm", action="store_true", help="also time the first step with warm compile caches")
     parser.add_argument("--json", help="write the results here")
-    parser.add_argument("--worker", choices=OPTIMIZERS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        dtype = getattr(torch, arguments.dtype)
-        result = measure(
-            arguments.worker, arguments.shapes[0], arguments.device, dtype, arguments.repeats, arguments.seconds
-        )
-        print(json.dumps(result))
-    else:
-        run_all(arguments)
+    run_all(parser.parse_args())
 
 
 if __name__ == "__main__":
