@@ -5,6 +5,7 @@ one is not what its file says.
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -32,6 +33,15 @@ LAW_COLUMNS = (
     "torchao-fp8",
     "flashoptim",
 )
+
+LARGE = (("first_step_s", 1), ("state_bytes", 2), ("temporary_bytes", 2))
+SHAPES = {
+    "llama2-7b": "Llama2-7B",
+    "llama-1b": "Llama-1B",
+    "gpt2-124m": "GPT-2 124M",
+    "vit-h": "ViT-H",
+    "resnet101": "ResNet-101",
+}
 
 
 def read(name):
@@ -67,6 +77,25 @@ def step_cpu():
     return grid(("optimizer", "ms a step", "state, bytes a parameter"), body, 1)
 
 
+def step_h200():
+    """Milliseconds of a step on a GPU for each list of shapes, and what else the largest one tells."""
+    found = {}
+    for row in read("step-h200.json")["results"]:
+        found.setdefault(row["shapes"], {})[row["name"]] = row
+    shapes = [name for name in SHAPES if name in found]
+    large = found[shapes[0]]
+    body = [
+        (
+            name,
+            *(f"{found[shape][name].get('ms', math.nan):.3g}" for shape in shapes),
+            *(f"{row.get(key, math.nan):.{digits}f}" for key, digits in LARGE),
+        )
+        for name, row in large.items()
+    ]
+    heads = (*(f"{SHAPES[shape]}, ms" for shape in shapes), "first step, s", "kept, bytes a parameter", "temporary")
+    return grid(("optimizer", *heads), body, 1)
+
+
 def laws():
     """Every law of every optimizer that ran."""
     report = read("laws-h200.json")
@@ -78,7 +107,7 @@ def laws():
     return grid(("law", "8bit must", "4bit must", *LAW_COLUMNS), body, 1)
 
 
-TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "laws-h200": laws}
+TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "step-h200": step_h200, "laws-h200": laws}
 
 
 def filled(text):

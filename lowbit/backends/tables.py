@@ -234,11 +234,11 @@ def _launches(rule, work, rows, device):
 def _options(format, weights, p_dtype, whole):
     """Warps, and on NVIDIA registers a thread of whole chunks of 16-bit weights.
 
-    Left to itself ptxas takes more of them, and fewer programs share a processor. What an H200 likes best: fewer in
-    formats where arithmetic decides, more where more is loaded.
+    Left to itself ptxas takes more of them, and fewer programs share a processor. 72 is what an H200 likes best, and
+    80 where more is loaded.
     """
     limited = APPROXIMATE.value and whole and p_dtype.itemsize == 2 and format.m.bits < 32
-    registers = 80 if weights.low else 64 if format.v.bits == 4 else 72
+    registers = 80 if weights.low else 72
     return {"num_warps": 4} | ({"maxnreg": registers} if limited else {})
 
 
