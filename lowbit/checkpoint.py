@@ -1,4 +1,5 @@
-"""Reading state dicts: of this library in any of its formats, and of ``torch.optim.AdamW`` and ``Adam``.
+"""Reading state dicts: of this library in any of its formats, of ``torch.optim.AdamW`` and ``Adam``, and of other
+libraries (:mod:`lowbit.loaders`).
 
 Everything is checked and converted before anything of the optimizer is changed.
 """
@@ -8,6 +9,7 @@ import logging
 
 import torch
 
+from lowbit import loaders
 from lowbit.distributed import take
 from lowbit.options import check_group
 from lowbit.plan import here, plan, real
@@ -38,7 +40,7 @@ def read(optimizer, state_dict):
         groups.append(_options(saved, group, number))
         for key, p in zip(saved["params"], group["params"], strict=True):
             if saved_states.get(key):
-                source, target, state = _state(saved_states[key], p, group, f"parameter {key!r}")
+                source, target, state = _state(saved_states[key], saved, p, group, f"parameter {key!r}")
                 states[p] = (target, state)
                 if source != target:
                     change = (source.format.name, target.format.name)
@@ -74,13 +76,16 @@ def _parts(state_dict):
 
 
 def _options(saved, group, number):
-    options = {name: copy.deepcopy(value) for name, value in saved.items() if name not in _OWN | _TORCH}
+    options = {
+        name: copy.deepcopy(value) for name, value in saved.items() if name not in _OWN | _TORCH | loaders.OPTIONS
+    }
     check_group({**group, **options}, f"param group {number} of the state dict")
     return options
 
 
-def _state(saved, p, group, name):
+def _state(saved, saved_group, p, group, name):
     """``(layout found, layout planned, state)`` of one parameter, on its device."""
+    saved = loaders.loaded(saved, saved_group, p, name)
     missing = {"step", "exp_avg", "exp_avg_sq"} - saved.keys()
     if missing:
         raise ValueError(f"the state of {name} has no {sorted(missing)}, found {sorted(saved)}")

@@ -43,6 +43,11 @@ def local(x):
     return x.to_local() if is_dtensor(x) else x
 
 
+def whole(x):
+    """The whole of a tensor: of a DTensor gathered from all its processes, which all must call."""
+    return x.detach().full_tensor() if is_dtensor(x) else x.detach()
+
+
 def local_state(state):
     """A parameter's state as plain tensors, those of this process."""
     return {name: local(x) for name, x in state.items()}
@@ -98,12 +103,12 @@ def take(x, p):
         same = is_dtensor(p) and x.device_mesh == p.device_mesh and tuple(x.placements) == tuple(p.placements)
         if same:
             return x.to_local()
-        x = x.full_tensor()
+        x = whole(x)
     if is_dtensor(p):
         found = part(p)
         for dim in range(min(2, x.ndim, p.ndim)):
-            size, whole = x.shape[dim], max(found.whole[dim], 1)  # rows, or columns of a scale or of packed codes
-            x = x.narrow(dim, found.offset[dim] * size // whole, found.shape[dim] * size // whole)
+            size, full = x.shape[dim], max(found.whole[dim], 1)  # rows, or columns of a scale or of packed codes
+            x = x.narrow(dim, found.offset[dim] * size // full, found.shape[dim] * size // full)
     return x
 
 

@@ -90,6 +90,28 @@ def test_every_device_steps_its_own():
     assert same_bits(ps[0].detach().to("cuda:0"), qs[0].detach())
 
 
+@pytest.mark.parametrize("bits", [24, 32, None])
+def test_flashoptims_next_step(bits):
+    """Its own state dict, loaded: the next update is its own but for its bf16 weights, which are not compared."""
+    flashoptim = pytest.importorskip("flashoptim")
+    torch.manual_seed(0)
+    ps = [torch.nn.Parameter(torch.randn(96, 256, device="cuda", dtype=torch.bfloat16))]
+    options = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.0}
+    theirs = flashoptim.FlashAdamW(ps, master_weight_bits=bits, **options)
+    for _ in range(5):
+        ps[0].grad = torch.randn_like(ps[0])
+        theirs.step()
+    weights = "nearest" if bits is None else f"{bits}bit"
+    qs = [torch.nn.Parameter(ps[0].detach().clone())]
+    ours = lowbit.AdamW(qs, state="fp32", weights=weights)
+    ours.load_state_dict(theirs.state_dict())
+    qs[0].grad = ps[0].grad = torch.randn_like(ps[0])
+    theirs.step(), ours.step()
+    moved = (qs[0].detach().float() - ps[0].detach().float()).abs() / ps[0].detach().float().abs()
+    assert moved.max() <= 2**-7  # one bf16 apart at most
+    assert (moved > 0).float().mean() <= (0.02 if bits is None else 0.05)
+
+
 COMPILES = """
 import torch, lowbit
 torch.manual_seed(0)
