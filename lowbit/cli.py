@@ -3,11 +3,13 @@
 import inspect
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from lowbit.convert import TARGETS
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import PANELS, BenchOptions, FinetuneOptions
 
@@ -76,6 +78,31 @@ def finetune(options):
     from lowbit.finetune.command import finetune
 
     finetune(options, Console())
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A .pt or .safetensors file, or a folder of torch DCP.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="By its ending .pt, .safetensors or, without, a folder.")
+    ],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}; torch is torch.optim.AdamW's, in fp32.")],
+    model: Annotated[str | None, typer.Option(help="Hub id or folder; 4-bit codes don't tell shapes alone.")] = None,
+):
+    """Convert every optimizer's state in a checkpoint, of lowbit, torch, torchao, bitsandbytes or FlashOptim."""
+    from lowbit.files.commands import convert
+
+    convert(source, target, to, model, Console())
+
+
+@app.command("inspect")
+def inspect_checkpoint(
+    file: Annotated[Path, typer.Argument(help="A .pt or .safetensors file, or a folder of torch DCP.")],
+):
+    """What a checkpoint's optimizers hold: formats, steps, bytes, shares of the lowest and the highest codes."""
+    from lowbit.files.commands import inspect
+
+    inspect(file, Console())
 
 
 def main():

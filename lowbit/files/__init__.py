@@ -1,0 +1,1 @@
+"""``lowbit convert`` and ``lowbit inspect``: checkpoints on disk."""
