@@ -12,7 +12,9 @@ from cases import assert_same_state, parameter, run, same_bits
 import lowbit
 from lowbit.backends import Backend, compiled
 
-CORE = [path for path in Path(lowbit.__file__).parent.rglob("*.py") if not {"finetune", "bench", "files"} & set(path.parts)]
+CORE = [
+    path for path in Path(lowbit.__file__).parent.rglob("*.py") if not {"finetune", "bench", "files"} & set(path.parts)
+]
 CORE = [path for path in CORE if path.name not in ("cli.py", "__main__.py")]
 
 
