@@ -12,7 +12,7 @@ mkdir -p "$out"
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
     $python -c "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)"
     echo "== tests"
-    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= \
+    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= --no-header --disable-warnings \
         tests/test_parity.py tests/test_kernel.py tests/test_gpu.py && echo "tests passed"
     tests=$?
     echo "== memory, under compute-sanitizer"

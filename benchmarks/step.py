@@ -109,6 +109,12 @@ def make_parameters(shapes, device, dtype):
     return params
 
 
+def requested(device):
+    """Bytes of all tensors on a GPU, whoever keeps them and wherever; 0 on a CPU, where nobody counts."""
+    drain(device)
+    return torch.cuda.memory_stats()["requested_bytes.all.current"] if device == "cuda" else 0
+
+
 def time_steps(optimizer, device, repeats, seconds):
     """Device and wall milliseconds of steps, each timed alone; on a CPU they are the same."""
     on_device, wall = [], []
@@ -132,7 +138,7 @@ def measure(name, shapes, device, dtype, repeats, seconds):
     """Everything about one optimizer, in this process."""
     params = make_parameters(SHAPES[shapes], device, dtype)
     numel = sum(p.numel() for p in params)
-    without = torch.cuda.memory_allocated() if device == "cuda" else 0
+    without = requested(device)
     optimizer = OPTIMIZERS[name](params)
     drain(device)
     start = time.perf_counter()
@@ -141,12 +147,10 @@ def measure(name, shapes, device, dtype, repeats, seconds):
     result = {"first_step_s": time.perf_counter() - start, "params": numel}
     for _ in range(2):
         optimizer.step()
-    result["state_bytes"] = state_bytes(optimizer) / numel
+    result["state_bytes"] = ((requested(device) - without) or state_bytes(optimizer)) / numel
     if device == "cuda":
-        drain(device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        result["state_bytes"] = (before - without) / numel  # all that it keeps, wherever it keeps it
         optimizer.step()
         drain(device)
         result["temporary_bytes"] = (torch.cuda.max_memory_allocated() - before) / numel
@@ -174,21 +178,30 @@ def in_process(name, shapes, arguments, caches):
     """Run :func:`measure` in a fresh process; a failure is a result with its reason."""
     dtype = getattr(torch, arguments.dtype)
     work = (name, shapes, arguments.device, dtype, arguments.repeats, arguments.seconds)
+    ours, its = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=send_measured, args=(its, caches, work))
+    process.start()
+    its.close()
     try:
-        with PROCESSES.Pool(1, quiet, (caches,)) as pool:
-            return pool.apply_async(measure, work).get(arguments.limit)
-    except multiprocessing.TimeoutError:
-        return {"failed": f"not done after {arguments.limit} s"}
-    except Exception as error:  # whatever keeps a peer from running is its result
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        return ours.recv() if ours.poll(arguments.limit) else {"failed": f"not done after {arguments.limit} s"}
+    except EOFError:
+        process.join()
+        return {"failed": f"exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
 
 
-def quiet(caches):
-    """Give a process compile caches of its own, and its prattle to nobody."""
+def send_measured(pipe, caches, work):
+    """:func:`measure` with compile caches of its own, its prattle to nobody."""
     os.environ.update(TRITON_CACHE_DIR=f"{caches}/triton", TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    try:
+        pipe.send(measure(*work))
+    except Exception as error:  # whatever keeps a peer from running is its result
+        pipe.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
 
 
 def row(result, speed):
@@ -203,14 +216,6 @@ def row(result, speed):
     )
 
 
-def _kept(arguments):
-    """Results of an earlier call in the same file that this call does not measure anew."""
-    if not arguments.json or not Path(arguments.json).exists():
-        return []
-    results = json.loads(Path(arguments.json).read_text())["results"]
-    return [row for row in results if row["shapes"] not in arguments.shapes]
-
-
 def run_all(arguments):
     """Every optimizer on every list of shapes; prints as it goes and returns the results."""
     from lowbit.bench.machine import machine, versions
@@ -221,7 +226,7 @@ def run_all(arguments):
         "versions": versions(),
         "copy_bytes_per_s": speed,
         "dtype": arguments.dtype,
-        "results": _kept(arguments),
+        "results": [],
     }
     names = arguments.optimizers or (ON_GPU if arguments.device == "cuda" else ON_CPU)
     itemsize = getattr(torch, arguments.dtype).itemsize

@@ -26,7 +26,7 @@ logger = logging.getLogger("lowbit")
 
 def read(optimizer, state_dict):
     """``(options of each group, {parameter: (layout, state)})`` of a state dict, in the optimizer's own formats."""
-    saved_groups, saved_states = _parts(state_dict)
+    saved_groups, saved_states = parts(state_dict)
     own = optimizer.param_groups
     if len(saved_groups) != len(own):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(own)}")
@@ -50,8 +50,8 @@ def read(optimizer, state_dict):
     return groups, states
 
 
-def _parts(state_dict):
-    """The two parts of a state dict, or an error that says what was found instead."""
+def parts(state_dict):
+    """``(param groups, states)`` of a state dict; raises ``ValueError`` that says what was found instead."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"expected an optimizer's state dict, found a {type(state_dict).__name__}")
     if not {"state", "param_groups"} <= state_dict.keys():

@@ -159,6 +159,8 @@ class Codec:
     bits: int  # of a code; 4-bit codes are kept two a byte
     codes: torch.dtype
     scale: torch.dtype | None  # one a block of 32, or no scale and no blocks
+    magnitude: int = 0  # of a code: its bits without the sign
+    largest: int = 0  # magnitude of the largest code; 0 is the lowest
 
     @property
     def unit(self):
@@ -190,10 +192,10 @@ class Format:
         return self.m.bytes_per_param + self.v.bytes_per_param
 
 
-E4M3 = Codec(e4m3_encode, e4m3_decode, 8, torch.uint8, torch.uint8)
-E5M3 = Codec(e5m3_encode, e5m3_decode, 8, torch.uint8, torch.uint8)
-SQUARE4 = Codec(square4_encode, square4_decode, 4, torch.uint8, torch.float32)
-E3M1 = Codec(e3m1_encode, e3m1_decode, 4, torch.uint8, torch.uint8)
+E4M3 = Codec(e4m3_encode, e4m3_decode, 8, torch.uint8, torch.uint8, 0x7F, 0x7E)
+E5M3 = Codec(e5m3_encode, e5m3_decode, 8, torch.uint8, torch.uint8, 0xFF, 0xFF)
+SQUARE4 = Codec(square4_encode, square4_decode, 4, torch.uint8, torch.float32, 7, 7)
+E3M1 = Codec(e3m1_encode, e3m1_decode, 4, torch.uint8, torch.uint8, 15, 15)
 BF16 = Codec(bf16_encode, bf16_decode, 16, torch.bfloat16, None)
 FP32 = Codec(fp32_encode, fp32_decode, 32, torch.float32, None)
 

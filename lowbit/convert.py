@@ -1,14 +1,16 @@
-"""State dicts from one format to another, without the model or a GPU, and what they hold."""
+"""State dicts from one format to another, without the model or a GPU."""
 
 import logging
 
 import torch
 
+from lowbit.checkpoint import parts
+from lowbit.codecs import FORMATS
 from lowbit.distributed import whole
 from lowbit.optimizers import AdamW
 from lowbit.state import decode_parameter
 
-TARGETS = ("8bit", "fp8", "4bit", "12bit", "bf16", "fp32", "torch")
+TARGETS = (*FORMATS, "torch")
 _FOR_TORCH = {  # what torch.optim.AdamW wants in a group, and what it has where nobody said otherwise
     "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False, "maximize": False,
     "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
@@ -27,10 +29,8 @@ def convert(state_dict, to, like=None):
     """
     if to not in TARGETS:
         raise ValueError(f"to={to!r} is none of {', '.join(TARGETS)}")
-    if not is_optimizer(state_dict):
-        raise ValueError("expected an optimizer's state dict with 'state' and 'param_groups'")
-    groups = state_dict["param_groups"]
-    states = {key: _plain(state) for key, state in state_dict["state"].items()}
+    groups, states = parts(state_dict)
+    states = {key: _plain(state) for key, state in states.items()}
     keys = [key for group in groups for key in group["params"]]
     if like is not None and not isinstance(like, dict):
         like = list(like)
@@ -38,16 +38,15 @@ def convert(state_dict, to, like=None):
             raise ValueError(f"the state dict has {len(keys)} parameters, 'like' has {len(like)}")
         like = dict(zip(keys, like, strict=True))
     params = {key: _stand_in(states.get(key, {}), (like or {}).get(key), key) for key in keys}
-    format = "fp32" if to == "torch" else to
     own = [
         {
+            **{name: group[name] for name in ("min_numel",) if name in group},
             "params": [params[key] for key in group["params"]],
-            "min_numel": group.get("min_numel", 4096),
             "weights": _mode(states.get(key) for key in group["params"]),
         }
         for group in groups
     ]
-    optimizer = AdamW(own, state=format)
+    optimizer = AdamW(own, state="fp32" if to == "torch" else to)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
     if to == "torch":
         return _for_torch(optimizer, groups, params)
@@ -95,17 +94,22 @@ def _stand_in(state, like, key):
 
 def _shape(state):
     """The parameter's shape, as its state tells it; None if that is 4-bit codes alone."""
-    state = {**state, **next((x for x in state.values() if isinstance(x, dict)), {})}
-    packed = {"exp_avg_scale", "exp_avg_sq_scale"} <= state.keys()
-    for name in ("weight_low", "exp_avg", "state1", "exp_avg::quantized"):
-        x = state.get(name)
-        if isinstance(x, torch.Tensor) and not (name == "exp_avg" and packed and _is_4bit(state)):
-            return x.shape
+    state = {**state, **next((x for x in state.values() if isinstance(x, dict)), {})}  # of bitsandbytes
+    format = format_of(state)
+    packed = format is not None and format.m.bits == 4
+    for name in ("weight_low", "state1", "exp_avg::quantized", *(() if packed else ("exp_avg",))):
+        if name in state:
+            return state[name].shape
     return None if packed else torch.Size(())
 
 
-def _is_4bit(state):
-    return state["exp_avg_scale"].dtype == torch.float32
+def format_of(state):
+    """The row of the table of formats that a state with scales is in, by dtypes and shapes; None without scales."""
+    if "exp_avg_scale" not in state:
+        return None
+    if state["exp_avg_scale"].dtype == FORMATS["4bit"].m.scale:
+        return FORMATS["4bit"]
+    return FORMATS["8bit" if state["exp_avg"].shape == state["exp_avg_sq"].shape else "12bit"]
 
 
 def _mode(states):
@@ -127,69 +131,3 @@ def _for_torch(optimizer, groups, params):
         group["params"] = list(old["params"])
         group.update({name: old[name] for name in ("param_names", "initial_lr") if name in old})
     return {"state": state, "param_groups": new}
-
-
-def describe(state_dict):
-    """What an optimizer's state dict holds: a list of rows, one for each kind of state.
-
-    A row has ``kind``, ``tensors`` (parameters), ``bytes``, ``steps`` (lowest, highest), and for each moment whose
-    codes this library knows ``zero`` and ``top``, the shares of its lowest and highest codes.
-    """
-    rows = {}
-    for state in state_dict["state"].values():
-        row = rows.setdefault(_kind(state), {"tensors": 0, "bytes": 0, "steps": [], "codes": {}})
-        row["tensors"] += 1
-        row["bytes"] += sum(_bytes(x) for x in state.values())
-        if "step" in state:
-            row["steps"].append(int(state["step"]))
-        for name, (count, zero, top) in _codes(state).items():
-            old = row["codes"].get(name, (0, 0, 0))
-            row["codes"][name] = (old[0] + count, old[1] + zero, old[2] + top)
-    return [
-        {
-            "kind": kind, "tensors": row["tensors"], "bytes": row["bytes"],
-            "steps": (min(row["steps"], default=0), max(row["steps"], default=0)),
-            "zero": {name: zero / max(count, 1) for name, (count, zero, _) in row["codes"].items()},
-            "top": {name: top / max(count, 1) for name, (count, _, top) in row["codes"].items()},
-        }
-        for kind, row in rows.items()
-    ]  # fmt: skip
-
-
-def _bytes(x):
-    if isinstance(x, dict):
-        return sum(map(_bytes, x.values()))
-    if hasattr(x, "__tensor_flatten__"):
-        return sum(_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
-    return x.numel() * x.element_size() if isinstance(x, torch.Tensor) and x.ndim else 0
-
-
-def _kind(state):
-    m = state.get("exp_avg")
-    if "exp_avg_scale" in state:
-        name = "4bit" if _is_4bit(state) else "8bit" if m.shape == state["exp_avg_sq"].shape else "12bit"
-    elif any(isinstance(x, dict) for x in state.values()) or "state1" in state:
-        name = "bitsandbytes"
-    elif any("::" in key for key in state):
-        name = "FlashOptim"
-    elif hasattr(m, "__tensor_flatten__"):
-        name = f"torchao {type(m).__name__}"
-    else:
-        name = str(m.dtype).removeprefix("torch.") if isinstance(m, torch.Tensor) else "unknown"
-    low = state.get("weight_low")
-    return name if low is None else f"{name}+{'24bit' if low.dtype == torch.int8 else '32bit'}"
-
-
-def _codes(state):
-    """For each moment in codes of this library: how many, how many of the lowest, how many of the highest."""
-    if "exp_avg_scale" not in state:
-        return {}
-    kind = _kind(state).split("+")[0]
-    masks = {"8bit": ((0x7F, 0x7E), (0xFF, 0xFF)), "12bit": ((0x7F, 0x7E), (15, 15)), "4bit": ((7, 7), (15, 15))}[kind]
-    found = {}
-    for (name, half), (mask, top) in zip((("exp_avg", kind == "4bit"), ("exp_avg_sq", kind != "8bit")), masks):
-        codes = state[name].flatten()
-        codes = torch.cat((codes & 15, codes >> 4)) if half else codes
-        codes = codes & mask
-        found[name] = (codes.numel(), int((codes == 0).sum()), int((codes == top).sum()))
-    return found

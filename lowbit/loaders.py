@@ -73,29 +73,26 @@ def _flashoptim(saved, group, p):
 
     The scales may be viewed as bf16 (https://arxiv.org/abs/2602.23349).
     """
-    state = {"step": saved["step"]}
-    for key, largest in (("exp_avg", 127.0), ("exp_avg_sq", 255.0)):
-        if f"{key}::quantized" not in saved:
-            state |= {key: saved[key]} if key in saved else {}
-            continue
-        codes, scale = whole(saved[f"{key}::quantized"]), whole(saved[f"{key}::scales"])
-        y = codes.to(torch.float32) / largest
-        if key == "exp_avg":
-            y = y / (2.0 - y.abs())
-        y = _times(y, scale.view(torch.float16), 32)
-        state[key] = y if key == "exp_avg" else y * y
+    state = {key: saved[key] for key in ("step", "exp_avg", "exp_avg_sq") if key in saved}
+    if "exp_avg::quantized" in saved:
+        y = whole(saved["exp_avg::quantized"]).to(torch.float32) / 127.0
+        state["exp_avg"] = _times(y / (2.0 - y.abs()), whole(saved["exp_avg::scales"]).view(torch.float16), 32)
+    if "exp_avg_sq::quantized" in saved:
+        y = whole(saved["exp_avg_sq::quantized"]).to(torch.float32) / 255.0
+        state["exp_avg_sq"] = _times(y, whole(saved["exp_avg_sq::scales"]).view(torch.float16), 32).square()
     if "error_bits" in saved and p.dtype == torch.bfloat16:
         width = int(group["master_bytewidth"]) - p.element_size()
-        state["weight_low"] = _low_bits(whole(p), whole(saved["error_bits"]), (torch.int8, torch.int16)[width - 1])
+        state["weight_low"] = _low_bits(whole(p), whole(saved["error_bits"]), width)
     return state
 
 
-def _low_bits(p, errors, dtype):
-    """FlashOptim's error of a bf16 weight, in 127ths or 32767ths of half its last bit, as fp32's lower bits."""
-    errors = errors.view(torch.int16) if dtype == torch.int16 else errors
+def _low_bits(p, errors, width):
+    """FlashOptim's error of a bf16 weight, in one byte or two, as the lower half of fp32 (``weights="32bit"``).
+
+    It counts 127ths or 32767ths of half the weight's last bit.
+    """
+    errors, parts = (errors, 127) if width == 1 else (errors.view(torch.int16), 32767)
     b = p.to(torch.float32).view(torch.int32)
     half = torch.ldexp(torch.ones_like(b, dtype=torch.float32), ((b >> 23) & 255).clamp_(min=1) - (127 + 8))
-    w = p.to(torch.float32) + errors.to(torch.float32) / torch.iinfo(dtype).max * half
-    low = w.view(torch.int32) - b
-    low = (low + 128) >> 8 if dtype == torch.int8 else low
-    return low.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
+    w = p.to(torch.float32) + errors.to(torch.float32) / parts * half
+    return (w.view(torch.int32) - b).clamp_(-0x8000, 0x7FFF).to(torch.int16)

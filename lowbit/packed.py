@@ -169,11 +169,8 @@ def square4_values(codes):
 
 
 def _e4m3_values(codes):
-    if torch.compiler.is_compiling():  # inductor moves 16-bit integers element by element
-        b = codes.view(torch.int8).to(torch.int32)
-        return ((b << 20) & -0x78100000).view(torch.float32) * 5.192296858534828e33  # 2^112, fp32's bias less fp16's
-    b = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    return b.view(torch.float16).to(torch.float32)
+    b = codes.view(torch.int8).to(torch.int32)
+    return ((b << 20) & -0x78100000).view(torch.float32) * 5.192296858534828e33  # 2^112, fp32's bias less fp16's
 
 
 def _signed_byte(x, b):

@@ -1,6 +1,7 @@
 """Settings of the whole suite: Triton's interpreter where there is no GPU, one thread, examples that never change."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -33,3 +34,19 @@ def exact_bf16_casts(monkeypatch):
         return others(x, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """``cli(*arguments)`` runs the command line in this process: ``(exit status, stdout, stderr)``."""
+    from lowbit.cli import main
+
+    def run(*arguments):
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["lowbit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
+
+    return run

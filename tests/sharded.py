@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lowbit
-from lowbit.distributed import local
+from lowbit.distributed import local, whole
 
 WORLD = 4
 SHAPES = ((257, 64), (3, 128), (8, 64, 64), (100, 96), (96,), (7, 40), (64, 256))
@@ -83,13 +83,9 @@ def parameters_on(mesh, placements):
     return [torch.nn.Parameter(x) for x in values]
 
 
-def whole(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 def same(x, y):
     """Bit-equal, wherever the parts are; every process of the mesh takes part."""
-    x, y = (whole(t.detach()).contiguous() for t in (x, y))
+    x, y = (whole(t).contiguous() for t in (x, y))
     return x.dtype == y.dtype and x.shape == y.shape and bytes(x.view(torch.uint8).numpy()) == bytes(
         y.view(torch.uint8).numpy()
     ) if x.ndim else torch.equal(x, y)  # fmt: skip

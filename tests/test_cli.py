@@ -18,21 +18,6 @@ def setting(tmp_path_factory):
     return tiny.write_all(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """``cli(*arguments)`` runs the command line in this process: ``(exit status, stdout, stderr)``."""
-    from lowbit.cli import main
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lowbit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        captured = capsys.readouterr()
-        return end.value.code, captured.out, captured.err
-
-    return run
-
-
 def test_version(cli):
     assert cli("--version") == (0, f"lowbit {lowbit.__version__}\n", "")
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from cases import NEAREST, from_bits, randn
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowbit.codecs import BF16, E3M1, E4M3, E5M3, FORMATS, FP32, SQUARE4
-from lowbit.ops import in_torch
+from lowbit.ops import TORCH, in_torch
 
 EXPONENTS = (1, 2, 24, 50, 96, 127, 160, 200, 222)
 
@@ -51,6 +52,26 @@ CODECS = {
     "e3m1": (E3M1, e3m1_value, list(range(16)), 0xF, (0, *EXPONENTS, 247)),
     "square4": (SQUARE4, square4_value, list(range(16)), 7, (1e-35, 1e-20, 0.3, 1.0, 3.3, 1e20, 3e38)),
 }
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_table_tells_the_lowest_and_the_largest_magnitude(name):
+    codec, value, codes, *_ = CODECS[name]
+    magnitudes = {code & codec.magnitude: abs(value(code, 1)) for code in codes}
+    assert min(magnitudes, key=magnitudes.get) == 0 and max(magnitudes, key=magnitudes.get) == codec.largest
+
+
+def test_the_root_on_cpus_is_correctly_rounded():
+    """Against numpy's, which is the processor's: all mantissas of two binades, hard cases, subnormals."""
+    bits = torch.arange(0x3F800000, 0x40800000, dtype=torch.int32)
+    hard = torch.tensor([0, 1, 2, 3, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, -0x80000000], dtype=torch.int32)
+    for x in (
+        bits.view(torch.float32),
+        hard.view(torch.float32),
+        torch.arange(1 << 20, dtype=torch.int32).view(torch.float32),
+    ):
+        found = TORCH["sqrt"](x)
+        assert torch.equal(found.view(torch.int32), torch.from_numpy(numpy.sqrt(x.numpy())).view(torch.int32))
 
 
 def stored(codec, codes):

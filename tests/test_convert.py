@@ -1,11 +1,11 @@
 """``lowbit.convert`` and the commands ``convert`` and ``inspect``: all formats, all kinds of files."""
 
-import sys
-
 import pytest
+import tiny
 import torch
 import torchao.optim
 from cases import STATES, assert_same_state, parameter, randn, run, same_bits
+from transformers import AutoModelForCausalLM
 
 import lowbit
 from lowbit.files import files
@@ -21,22 +21,6 @@ def trained(state="8bit", weights="auto", dtype=torch.float32):
     optimizer = lowbit.AdamW(groups, lr=1e-2, state=state, weights=weights, weight_decay=0.1, min_numel=0, seed=3)
     run(optimizer, ps, 3)
     return ps, optimizer
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """``cli(*arguments)`` runs the command line in this process: ``(exit status, stdout, stderr)``."""
-    from lowbit.cli import main
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["lowbit", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as end:
-            main()
-        captured = capsys.readouterr()
-        return end.value.code or 0, captured.out, captured.err
-
-    return call
 
 
 @pytest.mark.parametrize("source", STATES)
@@ -128,11 +112,7 @@ def test_a_file_of_torchao(tmp_path, cli):
 
 
 def test_four_bits_from_the_command_line_need_the_model(tmp_path, cli):
-    import tiny
-
     folder = tiny.write_model(tmp_path / "model")
-    from transformers import AutoModelForCausalLM
-
     net = AutoModelForCausalLM.from_pretrained(folder)
     ps = list(net.parameters())
     optimizer = lowbit.AdamW4bit(ps)
@@ -193,7 +173,7 @@ def test_broken_files(name, tmp_path, cli):
     assert not (tmp_path / "new.pt").exists()
 
 
-def test_writing_never_destroys(tmp_path, monkeypatch):
+def test_writing_never_destroys(tmp_path):
     """A write that fails leaves the old file; safetensors refuses what it can't hold, by name."""
     path = tmp_path / "x.safetensors"
     files.write({"a": randn(3)}, path)

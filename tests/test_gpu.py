@@ -92,7 +92,7 @@ def test_every_device_steps_its_own():
 
 @pytest.mark.parametrize("bits", [24, 32, None])
 def test_flashoptims_next_step(bits):
-    """Its own state dict, loaded: the next update is its own but for its bf16 weights, which are not compared."""
+    """Its own state dict, loaded: the next step gives its weights, but for bf16 roundings the other way."""
     flashoptim = pytest.importorskip("flashoptim")
     torch.manual_seed(0)
     ps = [torch.nn.Parameter(torch.randn(96, 256, device="cuda", dtype=torch.bfloat16))]

@@ -3,27 +3,18 @@
 from rich.table import Table
 
 from lowbit.convert import convert as convert_state
-from lowbit.convert import describe, each
+from lowbit.convert import each
 from lowbit.files import files
+from lowbit.files.describe import describe
 from lowbit.finetune.errors import UserError
-
-NOTHING = "there is no optimizer's state dict in it, nothing with 'state' and 'param_groups'"
 
 
 def convert(source, target, to, model, console):
     """Read ``source``, convert every optimizer's state dict in it, write ``target``, and say what it holds."""
     tree = _read(source)
     like = list(_shapes_of(model)) if model else None
-    found = []
-
-    def change(path, state_dict):
-        found.append(path)
-        return convert_state(state_dict, to, like)
-
     try:
-        new = each(tree, change)
-        if not found:
-            raise ValueError(NOTHING)
+        new = each(tree, lambda _, state_dict: convert_state(state_dict, to, like))
         files.write(new, target)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
@@ -33,14 +24,25 @@ def convert(source, target, to, model, console):
 
 def inspect(file, console):
     """Print what the optimizers of a checkpoint hold."""
-    _print(_read(file), console, file)
+    _print(_read(file), console)
 
 
 def _read(path):
+    """What a checkpoint with an optimizer in it holds."""
     try:
-        return files.read(path)
+        tree = files.read(path)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if not _optimizers(tree):
+        raise UserError(f"{path}: there is no optimizer's state dict in it, nothing with 'state' and 'param_groups'")
+    return tree
+
+
+def _optimizers(tree):
+    """``(path, state dict)`` of every optimizer's state dict."""
+    found = []
+    each(tree, lambda path, state_dict: found.append((path, state_dict)))
+    return found
 
 
 def _shapes_of(model):
@@ -56,21 +58,14 @@ def _shapes_of(model):
         return AutoModelForCausalLM.from_config(config).parameters()
 
 
-def _print(tree, console, source=None):
-    found = []
+def _print(tree, console):
     table = Table("optimizer", "kind", "parameters", "step", "MiB", "m lowest", "m highest", "v lowest", "v highest")
-    each(tree, lambda path, state_dict: found.append((path, describe(state_dict))))
-    for path, rows in found:
-        for row in rows:
-            first, last = row["steps"]
-            shares = [
-                f"{row[share][name]:.2%}" if name in row[share] else ""
-                for name in ("exp_avg", "exp_avg_sq")
-                for share in ("zero", "top")
-            ]
+    for path, state_dict in _optimizers(tree):
+        for row in describe(state_dict):
+            first, last = min(row.steps), max(row.steps)
             step = str(last) if first == last else f"{first} - {last}"
-            cells = ".".join(map(str, path)) or ".", row["kind"], f"{row['tensors']:,}", step
-            table.add_row(*cells, f"{row['bytes'] / 2**20:,.2f}", *shares)
-    if not found:
-        raise UserError(f"{source}: {NOTHING}")
+            shares = [row.share(moment, which) for moment in ("exp_avg", "exp_avg_sq") for which in (1, 2)]
+            shares = ["" if share is None else f"{share:.2%}" for share in shares]
+            name = ".".join(map(str, path)) or "."
+            table.add_row(name, row.kind, f"{row.tensors:,}", step, f"{row.bytes / 2**20:,.2f}", *shares)
     console.print(table)

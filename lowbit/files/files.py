@@ -122,5 +122,5 @@ def _joined(outline, tensor):
     if kind == "dict":
         return {key: _joined(x, tensor) for key, x in value}
     if kind in ("list", "tuple"):
-        return [list, tuple][kind == "tuple"](_joined(x, tensor) for x in value)
+        return {"list": list, "tuple": tuple}[kind](_joined(x, tensor) for x in value)
     return tensor(value) if kind == "tensor" else value
