@@ -75,13 +75,13 @@ def to_uint8(x):
 
 @jit
 def to_int8(x):
-    """int32 ``x`` in [-128, 127] as int8."""
+    """The low byte of int32 ``x`` as int8."""
     return x.to(tl.int8)
 
 
 @jit
 def to_int16(x):
-    """int32 ``x`` in [-32768, 32767] as int16."""
+    """The low half of int32 ``x`` as int16."""
     return x.to(tl.int16)
 
 

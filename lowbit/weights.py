@@ -73,9 +73,8 @@ def low8_encode(w, r):
 
     The upper half is rounded to nearest and the low part is signed, so the parameter alone is the best bf16.
     """
-    b = (quiet(bits(w)) + top_bits(r, 8)) & -256
-    high = (b + 0x8000) & -65536
-    return bf16_from_bits(high), to_int8((b - high) >> 8)
+    b = quiet(bits(w)) + top_bits(r, 8)
+    return bf16_from_bits(b + 0x8000), to_int8(b >> 8)
 
 
 @jit
@@ -88,8 +87,7 @@ def low8_decode(p, low):
 def low16_encode(w, r):
     """bf16 and the low half as int16: bit-exact fp32."""
     b = quiet(bits(w))
-    high = (b + 0x8000) & -65536
-    return bf16_from_bits(high), to_int16(b - high)
+    return bf16_from_bits(b + 0x8000), to_int16(b)
 
 
 @jit

@@ -60,7 +60,7 @@ def weights_kernel(w, r, p, low, ENCODE: tl.constexpr, LOW: tl.constexpr, BLOCKS
 @triton.jit
 def step_kernel(
     p, low, g, m, m_scale, v, v_scale, first, dither,
-    beta1, beta2, rest1, rest2, step_size, bias2, eps, decay, factor,
+    beta1, beta2, rest1, rest2, bias2, eps, decay, factor,
     RULE: tl.constexpr, M_DECODE: tl.constexpr, M_ENCODE: tl.constexpr, V_DECODE: tl.constexpr,
     V_ENCODE: tl.constexpr, W_DECODE: tl.constexpr, W_ENCODE: tl.constexpr, M_UNIT: tl.constexpr,
     V_UNIT: tl.constexpr, SCALED: tl.constexpr, LOW: tl.constexpr, BLOCKS: tl.constexpr,
@@ -73,7 +73,7 @@ def step_kernel(
         tl.load(tile_of(p, 32, BLOCKS)), old_low, tl.load(tile_of(g, 32, BLOCKS)),
         tl.load(tile_of(m, M_UNIT, BLOCKS)), old_m_scale, tl.load(tile_of(v, V_UNIT, BLOCKS)), old_v_scale,
         tl.load(tile_of(first, 1, BLOCKS)), tl.arange(0, 32)[None, :], dither,
-        beta1, beta2, rest1, rest2, step_size, bias2, eps, decay, factor,
+        beta1, beta2, rest1, rest2, bias2, eps, decay, factor,
         RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
     )  # fmt: skip
     tl.store(tile_of(p, 32, BLOCKS), new_p)
@@ -183,8 +183,8 @@ STEPS += [(rules.adam, "8bit", "24bit", torch.bfloat16), (rules.adam, "4bit", "a
 @pytest.mark.parametrize("rule, state, mode, dtype", STEPS)
 def test_step_tile(rule, state, mode, dtype):
     arguments, format, kept = tile_arguments(state, mode, dtype)
-    step_size, bias2 = 1e-3 / (1 - 0.9**3), (1 - 0.999**3) ** -0.5
-    scalars = torch.tensor([0.9, 0.999, 0.1, 0.001, step_size, bias2, 1e-8, 0.1, 1.0]).tolist()
+    per_step, bias2 = (1 - 0.9**3) / 1e-3, (1 - 0.999**3) ** -0.5
+    scalars = torch.tensor([0.9, 0.999, 0.1, 0.001, bias2 * per_step, 1e-8 * per_step, 0.1, 1.0]).tolist()
     first = (torch.arange(BLOCKS, dtype=torch.int32, device=DEVICE) * 32 + 1234567)[:, None]
     dither = 987654321
     functions = (rule, format.m.decode, format.m.encode, format.v.decode, format.v.encode, kept.decode, kept.encode)

@@ -11,7 +11,7 @@ from lowbit.ops import APPROXIMATE, constexpr, from_bits, jit, tl
 from lowbit.tile import step_tile
 
 POINTERS = constexpr(7)  # columns of the table of addresses: parameter, gradient, m, its scale, v, its scale, low bits
-RULE_SCALARS = constexpr(9)  # those of rules.scalars, the first columns of the table of scalars
+RULE_SCALARS = constexpr(8)  # those of rules.scalars, the first columns of the table of scalars
 SCALARS = constexpr(12)  # and the step's dither, the parameter's offset, 0.0 for a step that is to be skipped
 SHAPE = constexpr(4)  # columns of the table of shapes
 HYPER = constexpr(6)  # columns of the table of param groups: lr, betas, eps, weight decay, sign of the gradient
@@ -94,6 +94,25 @@ def write_scale(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
         pointer, word = pointer.to(tl.int64), value.to(tl.int32, bitcast=tl.float32 == DTYPE)
         store: constexpr = STORE_BYTE if tl.uint8 == DTYPE else STORE_WORD
         tl.inline_asm_elementwise(store, "=r,l,r", [pointer, word], tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def fetch_ahead(address, first, DTYPE: constexpr, BYTES: constexpr):
+    """Have the cache fetch ``BYTES`` bytes of a table's address from element ``first`` on, for a program to come.
+
+    One thread of a program asks; Hopper and newer GPUs know the instruction.
+    """
+    if DTYPE is not None:
+        at = address + first * (DTYPE.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p;  .reg .b32 t;
+            mov.u32 t, %tid.x;  setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r", [at, BYTES], tl.int32, is_pure=False, pack=1,
+        )
 
 
 @jit
@@ -200,7 +219,7 @@ def step_kernel(
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, TILES: constexpr, SPLIT: constexpr, WHOLE: constexpr,
+    BLOCKS: constexpr, TILES: constexpr, SPLIT: constexpr, WHOLE: constexpr, AHEAD: constexpr = 0, SCALES: constexpr = 0,
 ):  # fmt: skip
     """One chunk, ``TILES`` tiles of ``BLOCKS`` blocks of 32 elements, one step on.
 
@@ -216,7 +235,7 @@ def step_kernel(
     if k < count:
         tensor = low_half(which)
         a, b, c, d, e, f = row_of(scalars, tensor, SCALARS // 2)
-        if high_half(f) != 0:
+        if low_half(f) != 0:
             at = row_of(addresses, tensor, POINTERS)
             start = (high_half(which) + k).to(tl.int64) * (TILES * BLOCKS)
             base, block, row, column, width, inside, first = locate(shapes + tensor * SHAPE, start, BLOCKS, WHOLE)
@@ -225,6 +244,18 @@ def step_kernel(
                 P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,
             )  # fmt: skip
             tile = load_tile(to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
+            if AHEAD > 0:
+                soon = start + AHEAD * TILES * BLOCKS
+                if soon + TILES * BLOCKS <= tl.load(shapes + tensor * SHAPE + 2):
+                    fetch_ahead(at[0], soon * 32, P, TILES * BLOCKS * 32 * (P.primitive_bitwidth // 8))
+                    fetch_ahead(at[1], soon * 32, G, TILES * BLOCKS * 32 * (G.primitive_bitwidth // 8))
+                    fetch_ahead(at[2], soon * M_UNIT, M, TILES * BLOCKS * M_UNIT * (M.primitive_bitwidth // 8))
+                    fetch_ahead(at[4], soon * V_UNIT, V, TILES * BLOCKS * V_UNIT * (V.primitive_bitwidth // 8))
+                    if LOW is not None:
+                        fetch_ahead(at[6], soon * 32, LOW, TILES * BLOCKS * 32 * (LOW.primitive_bitwidth // 8))
+                    if SCALES:
+                        fetch_ahead(at[3], soon, M_SCALE, TILES * BLOCKS * (M_SCALE.primitive_bitwidth // 8))
+                        fetch_ahead(at[5], soon, V_SCALE, TILES * BLOCKS * (V_SCALE.primitive_bitwidth // 8))
             next_to, next_tile = to, tile
             for i in tl.static_range(TILES):
                 if i + 1 < TILES:
@@ -235,10 +266,10 @@ def step_kernel(
                     next_tile = load_tile(next_to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
                 p, low, m, m_scale, v, v_scale = step_tile(
                     tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6],
-                    first + (low_half(f) + i * BLOCKS * 32), tl.arange(0, 32)[None, :], high_half(e),
+                    first + (high_half(e) + i * BLOCKS * 32), tl.arange(0, 32)[None, :], low_half(e),
                     from_bits(low_half(a)), from_bits(high_half(a)), from_bits(low_half(b)), from_bits(high_half(b)),
                     from_bits(low_half(c)), from_bits(high_half(c)), from_bits(low_half(d)), from_bits(high_half(d)),
-                    from_bits(low_half(e)), RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
+                    RULE, M_DECODE, M_ENCODE, V_DECODE, V_ENCODE, W_DECODE, W_ENCODE,
                 )  # fmt: skip
                 store_tile(to, inside, p, low, m, m_scale, v, v_scale, P, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
                 to, tile = next_to, next_tile
