@@ -264,13 +264,13 @@ CHECKS = {"meshes": check_meshes, "kernel": check_kernel, "resume": check_resume
 CHECKS |= {"decode": check_decode, "flat": check_flat, "replicas": check_replicas}
 
 
-def run(rank, name, folder):
+def run(rank, check, folder):
     """One process of the world."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
     try:
-        CHECKS[name](rank, folder)
+        check(rank, folder)
     finally:
         dist.destroy_process_group()

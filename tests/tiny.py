@@ -7,21 +7,28 @@ import torch
 WORDS = ("red", "green", "blue", "one", "two", "three", "cat", "dog", "bird", "tree")
 
 
+def llama(dtype, vocab_size=257, **options):
+    """A random Llama of two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=0, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
 def write_model(folder):
     """A random Llama of two layers with a tokenizer of bytes; returns its path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(["</s>", *letters])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(letters) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, eos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    llama(torch.bfloat16, vocab_size=len(letters) + 1).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>").save_pretrained(folder)
     return str(folder)
 

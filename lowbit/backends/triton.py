@@ -111,7 +111,11 @@ def fetch_ahead(address, first, DTYPE: constexpr, BYTES: constexpr):
             @p cp.async.bulk.prefetch.L2.global [$1], $2;
             mov.b32 $0, 0;
             }""",
-            "=r,l,r", [at, BYTES], tl.int32, is_pure=False, pack=1,
+            "=r,l,r",
+            [at, BYTES],
+            tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 
