@@ -12,30 +12,49 @@ from pathlib import Path
 
 import torch
 
+from lowbit.finetune import processes
 from lowbit.finetune.errors import UserError
 
 STATE, OPTIONS = "training.pt", "options.json"
-FREE = {"out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit"}  # may change at a resume
+SHARDS = "optimizer"  # folder of the optimizer's state, if several processes saved it
+# may change at a resume
+FREE = {"out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "replicas"}
 
 
 def save(folder, run, tokenizer, options, fingerprint):
-    """Save the :class:`~lowbit.finetune.train.Training` ``run`` and return the checkpoint's path."""
+    """Save the :class:`~lowbit.finetune.train.Training` ``run`` and return the checkpoint's path.
+
+    All processes call it. Weights are whole in the checkpoint, the optimizer's state is as each process has it.
+    """
     folder = Path(folder)
     target, partial = folder / f"step-{run.step:06d}", folder / f"step-{run.step:06d}.partial"
-    old = whole(folder)
+    old, first = whole(folder), processes.first()
+    processes.wait()
     if target in old:
         return target
-    for remains in (target, partial):  # of a process that died
-        shutil.rmtree(remains, ignore_errors=True)
-    partial.mkdir(parents=True)
-    run.model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    torch.save(run.state_dict(), partial / STATE)
-    saved = {"options": asdict(options), "data": fingerprint}
-    (partial / OPTIONS).write_text(json.dumps(saved, indent=1) + "\n")
-    os.replace(partial, target)
-    for path in old:
-        shutil.rmtree(path)
+    if first:
+        for remains in (target, partial):  # of a process that died
+            shutil.rmtree(remains, ignore_errors=True)
+        partial.mkdir(parents=True)
+    processes.wait()
+    weights, state = None, run.state_dict()
+    if processes.count() > 1:
+        weights = processes.whole_weights(run.model)
+        processes.save_optimizer(run.model, run.optimizer, partial / SHARDS)
+        del state["optimizer"]
+    if first:
+        run.model.save_pretrained(partial, state_dict=weights)
+        # fully_shard makes a class of its own
+        run.model.config.architectures = [type(run.model).__name__.removeprefix("FSDP")]
+        run.model.config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        torch.save(state, partial / STATE)
+        saved = {"options": asdict(options), "data": fingerprint}
+        (partial / OPTIONS).write_text(json.dumps(saved, indent=1) + "\n")
+        os.replace(partial, target)
+        for path in old:
+            shutil.rmtree(path)
+    processes.wait()
     return target
 
 
@@ -67,7 +86,8 @@ def load_state(checkpoint, fingerprint):
     if json.loads((checkpoint / OPTIONS).read_text())["data"] != fingerprint:
         raise UserError(f"--resume: the training data are not those of {checkpoint}: give the same --data, unchanged")
     try:
-        return torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+        state = torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+        return {"optimizer": checkpoint / SHARDS} | state
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--resume: {checkpoint / STATE} can't be read ({reason}): delete {checkpoint}") from error

@@ -2,8 +2,10 @@
 
 import sys
 
+from rich.console import Console
 from rich.progress import Progress
 
+from lowbit.finetune import processes
 from lowbit.finetune.checkpoints import whole
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import resolve
@@ -13,6 +15,7 @@ def finetune(options, console):
     """Run ``lowbit finetune`` with :class:`FinetuneOptions`, printing the loss as it goes and the evaluation last."""
     from lowbit.bench import peers
 
+    console = console if processes.first() else Console(quiet=True)
     peers.find(options.optimizer)
     options = resolve(options)
     from transformers.utils import logging

@@ -52,6 +52,7 @@ class Options(TrainConfig):
     held_out: int = option(500, "Records set aside for the held-out loss, at most a tenth of the data.", MODEL)
     train_on_all: bool = option(False, "Take the loss on the prompt too, not on the response only.", MODEL)
     dtype: str = option("bfloat16", "Weights and activations: bfloat16 or float32.", SPEED)
+    replicas: int = option(1, "Under torchrun, replicas of the model, each sharded over its processes.", SPEED)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", SPEED)
 
 
@@ -104,7 +105,8 @@ def check(options):
 
 _RULES = (
     (("epochs", "lr"), lambda x: 0 < x < float("inf"), "a number above 0"),
-    (("steps", "batch_size", "grad_accum", "eval_limit", "save_every", "log_every"), lambda x: x >= 1, "at least 1"),
+    (("steps", "batch_size", "grad_accum", "eval_limit"), lambda x: x >= 1, "at least 1"),
+    (("save_every", "log_every", "replicas"), lambda x: x >= 1, "at least 1"),
     (("max_length",), lambda x: x >= 8, "at least 8"),
     (("warmup", "weight_decay", "eps", "clip"), lambda x: 0 <= x < float("inf"), "a number from 0 on"),
     (("seed", "held_out"), lambda x: x >= 0, "a number from 0 on"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.bench import peers
-from lowbit.finetune import checkpoints
+from lowbit.finetune import checkpoints, processes
 from lowbit.finetune.data import load_records, split, tokenize
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.evaluation import held_out_loss, load_questions, multiple_choice
@@ -49,14 +49,16 @@ def prepare(options, peer=None, checkpoint=None):
     train_records, held_out = split(records, min(options.held_out, len(records) // 10), options.seed)
     questions = [] if options.eval_data == "none" else load_questions(options.eval_data)[: options.eval_limit]
     wide = peer is not None and peer.fp32_weights
+    place = device if processes.count() == 1 else "cpu"  # from where shards come to their devices
     if checkpoint:
         model, tokenizer = load_model(
-            str(checkpoint), dtype=torch.float32 if wide else dtype, device=device, seed=options.seed
+            str(checkpoint), dtype=torch.float32 if wide else dtype, device=place, seed=options.seed
         )
     else:
-        model, tokenizer = load_model(options.model, dtype=dtype, device=device, seed=options.seed)
+        model, tokenizer = load_model(options.model, dtype=dtype, device=place, seed=options.seed)
     if wide:
         cast(model, torch.float32)  # from the weights that the others start from, rounded to --dtype like theirs
+    processes.shard(model, device.type, options.replicas)
     examples, tests = (
         tokenize(part, tokenizer, options.max_length, options.train_on_all) for part in (train_records, held_out)
     )
@@ -89,8 +91,14 @@ def evaluate(setup, options, progress=None):
 def finetune(options, on_start=None, on_step=None):
     """Fine-tune as :class:`FinetuneOptions` say; returns ``(TrainResult, evaluation, path of the last checkpoint)``.
 
-    ``on_start(setup)`` is called before the first step, ``on_step(training)`` after each.
+    ``on_start(setup)`` is called before the first step, ``on_step(training)`` after each. Under torchrun all processes
+    call it together.
     """
+    with processes.together(options):
+        return _finetune(options, on_start, on_step)
+
+
+def _finetune(options, on_start, on_step):
     peer = peers.find(options.optimizer)
     checkpoint = None
     if options.resume:

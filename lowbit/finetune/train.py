@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from lowbit.finetune.data import batches, collate
+from lowbit.distributed import local
+from lowbit.finetune import processes
+from lowbit.finetune.data import IGNORED, Example, batches, collate
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.memory import peak_bytes, reset_peak, state_bytes
 from lowbit.finetune.model import logits_at
@@ -29,7 +31,7 @@ class TrainResult:
     steps_not_timed: int
     optimizer_first_step: float | None  # the first call of ``optimizer.step()``, what it compiles included
     optimizer_step: float | None  # median of the calls after the first
-    max_memory: int
+    max_memory: int  # of the process that took most
     state_bytes_per_param: float
 
 
@@ -87,7 +89,10 @@ class Training:
                     raise UserError(f"the loss became {value} at step {step}: lower --lr or lengthen --warmup")
 
     def state_dict(self):
-        """What a resumed run needs besides the model: optimizer, schedule, progress, random state."""
+        """What a resumed run needs besides the model: optimizer, schedule, progress, random state.
+
+        The optimizer's state is whole only in a run of one process.
+        """
         self.read_losses()
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {
@@ -99,11 +104,14 @@ class Training:
         }
 
     def load_state_dict(self, state):
-        """Go on where :meth:`state_dict` was taken."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Go on where :meth:`state_dict` was taken; the optimizer's state may also be a folder of shards."""
+        processes.load_optimizer(self.model, self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step = state["step"]
         self.losses = [tuple(pair) for pair in state["losses"]]
+        if processes.count() > 1:
+            torch.manual_seed(hash((torch.initial_seed(), self.step)))  # random numbers for each process, not of one
+            return
         torch.set_rng_state(state["rng"]["cpu"])
         if state["rng"]["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["rng"]["cuda"])
@@ -112,7 +120,7 @@ class Training:
 @contextmanager
 def prepared(model, config):
     """The model in training mode, its layers compiled and checkpointed as configured; as it was afterwards."""
-    layers = max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len, default=())
+    layers = processes.layers(model)
     if config.compile:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -158,16 +166,24 @@ class Order:
 
 
 def gradients(model, examples, micro_batches, pad_id, device, autocast):
-    """Add the gradient of the mean loss a target token, over all micro-batches; returns that loss on the device."""
-    chosen = [[examples[i] for i in indices] for indices in micro_batches]
-    targets = max(1, sum(example.targets for micro in chosen for example in micro))
+    """Add the gradient of the mean loss a target token, over all micro-batches; returns that loss on the device.
+
+    Each of several processes adds its part of every micro-batch. FSDP2 takes the mean of their gradients.
+    """
+    targets = max(1, sum(examples[i].targets for indices in micro_batches for i in indices))
     total = torch.zeros((), device=device)
-    for micro in chosen:
+    for indices in micro_batches:
+        micro = [examples[i] for i in processes.share(indices)] or [_silent(examples[indices[0]])]
         with torch.autocast(device.type, autocast) if autocast else nullcontext():
             loss = loss_sum(model, collate(micro, pad_id, "cpu"), device) / targets
-        loss.backward()
+        (loss * processes.count()).backward()
         total += loss.detach()
-    return total
+    return processes.add_up(total)
+
+
+def _silent(example):
+    """An example without a loss: all processes have to take part in a micro-batch that has not one for each."""
+    return Example(example.input_ids, [IGNORED] * len(example.input_ids))
 
 
 def take_steps(run, order, pad_id, device, autocast, timer, on_step):
@@ -207,7 +223,7 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
         raise UserError("there is no example to train on: give more records to --data, or a larger --max-length")
     device = next(model.parameters()).device
     order = Order(examples, config)
-    torch.manual_seed(config.seed)  # for dropout, where a model has it
+    torch.manual_seed(config.seed + processes.rank())  # for dropout, where a model has it
     run = Training(model, optimizer, schedule_for(optimizer, config, order.total), order.total)
     if resume:
         run.load_state_dict(resume)
@@ -218,7 +234,8 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
     with prepared(model, config):
         take_steps(run, order, pad_id, device, autocast, timer, on_step)
     rate = run.throughput.rate()
-    kept = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept = sum(local(p).numel() for p in model.parameters() if p.requires_grad)
+    peak = max(processes.gather(peak_bytes(device)))
     return TrainResult(
-        run.step, run.losses, rate, skip, timer.first, timer.median(), peak_bytes(device), state_bytes(optimizer) / kept
+        run.step, run.losses, rate, skip, timer.first, timer.median(), peak, state_bytes(optimizer) / max(1, kept)
     )
