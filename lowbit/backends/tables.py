@@ -22,8 +22,10 @@ from lowbit.plan import here
 
 BLOCKS = 32  # blocks of 32 elements of a tile: eight elements a thread with four warps
 TILES = 2  # that a program of whole chunks steps, one after the other
+AHEAD = 528  # tiles from a program's own to those that it has the cache fetch
 SPLIT = 16  # programs that share an entry of the table of chunks
 TILE = BLOCKS * BLOCK
+WORTH_A_LAUNCH = 1 / 500  # of all elements: whole chunks of a combination that has fewer go with the rest
 
 _address = torch.Tensor.data_ptr
 _grad, _exp_avg = operator.attrgetter("grad"), operator.itemgetter("exp_avg")
@@ -213,48 +215,56 @@ def _shape(layout):
 
 def _launches(rule, work, rows, device):
     """The launches of a step: for each combination of formats and dtypes one of whole chunks, one of the rest."""
-    whole, rest = {}, {}
+    spans = {}  # of a combination: (number of the parameter, whole chunks, tiles)
     for i, (*_, p, layout, _) in enumerate(work):
         key = (layout.format, layout.weights, here(p).dtype, p.grad.dtype if not p.is_complex() else torch.float32)
         consecutive = layout.grid[0] == 1 and all(address % 16 == 0 for address in rows[i])
-        count = layout.numel // (TILES * TILE) if consecutive else 0
-        end = -(-_shape(layout)[2] // BLOCKS)
-        if count:
-            whole.setdefault(key, []).append((i, 0, count))
-        if count * TILES < end:
-            rest.setdefault(key, []).append((i, count * TILES, end))
+        count = layout.numel // (_tiles(layout.weights) * TILE) if consecutive else 0
+        spans.setdefault(key, []).append((i, count, -(-_shape(layout)[2] // BLOCKS)))
+    least = WORTH_A_LAUNCH * sum(layout.numel for *_, layout, _ in work) / TILE
+    whole, rest = {}, {}
+    for key, found in spans.items():
+        tiles = _tiles(key[1])
+        apart = sum(count for _, count, _ in found) * tiles >= least
+        whole[key] = [(i, 0, count) for i, count, _ in found if apart and count]
+        rest[key] = [(i, count * tiles * apart, end) for i, count, end in found if count * tiles * apart < end]
     for chunks, is_whole in ((whole, True), (rest, False)):
-        for key, spans in chunks.items():
-            entries = list(itertools.chain.from_iterable(_entries(*span) for span in spans))
-            chunks_table = torch.cat(entries).to(device)
-            constants, how = _constants(rule, *key, is_whole), _options(*key[:3], is_whole)
-            yield chunks_table, Launch(kernels.step_kernel, len(chunks_table) * SPLIT, constants, how)
+        for key, found in chunks.items():
+            if found:
+                table = torch.cat(list(itertools.chain.from_iterable(_entries(*span) for span in found))).to(device)
+                constants, how = _constants(rule, *key, is_whole), _options(*key[:3], is_whole)
+                yield table, Launch(kernels.step_kernel, len(table) * SPLIT, constants, how)
+
+
+def _tiles(weights):
+    """Tiles of a whole chunk: with low bits there are registers for one only."""
+    return 1 if weights.low else TILES
 
 
 def _options(format, weights, p_dtype, whole):
     """Warps, and on NVIDIA registers a thread of whole chunks of 16-bit weights.
 
-    Left to itself ptxas takes more of them, and fewer programs share a processor. 72 is what an H200 likes best, and
-    80 where more is loaded.
+    Left to itself ptxas takes more of them, and fewer programs share a processor. These are what an H200 likes best.
     """
     limited = APPROXIMATE.value and whole and p_dtype.itemsize == 2 and format.m.bits < 32
-    registers = 80 if weights.low else 72
+    registers = 56 if weights.low else 72
     return {"num_warps": 4} | ({"maxnreg": registers} if limited else {})
 
 
 def _entries(tensor, start, end):
     """Rows of the table of chunks for chunks ``start`` … ``end`` of a tensor."""
     first = torch.arange(start, end, SPLIT, dtype=torch.int64)
-    yield torch.stack(((first << 32) + tensor, (end - first).clamp(max=SPLIT)), dim=1)
+    yield torch.stack(((first << 32) + tensor, (end << 32) + (end - first).clamp(max=SPLIT)), dim=1)
 
 
 def _constants(rule, format, weights, p_dtype, g_dtype, whole):
-    m, v = format.m, format.v
+    m, v, tiles = format.m, format.v, _tiles(weights) if whole else 1
     return {
         "RULE": rule, "M_DECODE": m.decode, "M_ENCODE": m.encode, "V_DECODE": v.decode, "V_ENCODE": v.encode,
         "W_DECODE": weights.decode, "W_ENCODE": weights.encode,
         "P": _triton_dtype(p_dtype), "G": _triton_dtype(g_dtype),
         "M": _triton_dtype(m.codes), "M_SCALE": _triton_dtype(m.scale), "V": _triton_dtype(v.codes),
         "V_SCALE": _triton_dtype(v.scale), "LOW": _triton_dtype(weights.low), "M_UNIT": m.unit, "V_UNIT": v.unit,
-        "BLOCKS": BLOCKS, "TILES": TILES if whole else 1, "SPLIT": SPLIT, "WHOLE": whole,
+        "BLOCKS": BLOCKS, "TILES": tiles, "SPLIT": SPLIT, "WHOLE": whole,
+        "AHEAD": AHEAD // tiles if whole and APPROXIMATE.value else 0,
     }  # fmt: skip

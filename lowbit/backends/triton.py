@@ -97,26 +97,29 @@ def write_scale(pointer, value, DTYPE: constexpr, mask, WHOLE: constexpr):
 
 
 @jit
-def fetch_ahead(address, first, DTYPE: constexpr, BYTES: constexpr):
-    """Have the cache fetch ``BYTES`` bytes of a table's address from element ``first`` on, for a program to come.
+def fetch_part(address, chunk, lanes, DTYPE: constexpr, UNIT: constexpr, CHUNK: constexpr, THREADS: constexpr):
+    """Have the second-level cache fetch a chunk of one tensor, each thread its part."""
+    bytes: constexpr = CHUNK * UNIT * DTYPE.primitive_bitwidth // 8
+    at = address + chunk.to(tl.int64) * bytes + (lanes * (bytes // THREADS)).to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1];  mov.b32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1)
 
-    One thread of a program asks; Hopper and newer GPUs know the instruction.
+
+@jit
+def fetch_ahead(
+    at, chunk, P: constexpr, G: constexpr, M: constexpr, V: constexpr, LOW: constexpr,
+    M_UNIT: constexpr, V_UNIT: constexpr, CHUNK: constexpr, THREADS: constexpr,
+):  # fmt: skip
+    """Have the second-level cache fetch the chunk of ``CHUNK`` blocks that a later program will step.
+
+    Loads alone keep too few bytes on their way: registers limit how many programs run at a time.
     """
-    if DTYPE is not None:
-        at = address + first * (DTYPE.primitive_bitwidth // 8)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;  .reg .b32 t;
-            mov.u32 t, %tid.x;  setp.eq.u32 p, t, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r",
-            [at, BYTES],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    lanes = tl.arange(0, THREADS)
+    fetch_part(at[0], chunk, lanes, P, 32, CHUNK, THREADS)
+    fetch_part(at[1], chunk, lanes, G, 32, CHUNK, THREADS)
+    fetch_part(at[2], chunk, lanes, M, M_UNIT, CHUNK, THREADS)
+    fetch_part(at[4], chunk, lanes, V, V_UNIT, CHUNK, THREADS)
+    if LOW is not None:
+        fetch_part(at[6], chunk, lanes, LOW, 32, CHUNK, THREADS)
 
 
 @jit
@@ -223,20 +226,20 @@ def step_kernel(
     RULE: constexpr, M_DECODE: constexpr, M_ENCODE: constexpr, V_DECODE: constexpr, V_ENCODE: constexpr,
     W_DECODE: constexpr, W_ENCODE: constexpr, P: constexpr, G: constexpr, M: constexpr, M_SCALE: constexpr,
     V: constexpr, V_SCALE: constexpr, LOW: constexpr, M_UNIT: constexpr, V_UNIT: constexpr,
-    BLOCKS: constexpr, TILES: constexpr, SPLIT: constexpr, WHOLE: constexpr, AHEAD: constexpr = 0, SCALES: constexpr = 0,
+    BLOCKS: constexpr, TILES: constexpr, SPLIT: constexpr, WHOLE: constexpr, AHEAD: constexpr,
 ):  # fmt: skip
     """One chunk, ``TILES`` tiles of ``BLOCKS`` blocks of 32 elements, one step on.
 
     ``chunks`` int64 ``[·, 2]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs (upper half),
-    and how many there are. Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is
+    how many there are, and how many chunks the tensor has (upper half). Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is
     cut into blocks of its own, and ``shapes`` int64 ``[tensors, 4]`` holds ``width``, blocks a row, all blocks,
     and how many element numbers lie between the starts of two rows.
     ``scalars`` are read as int64 ``[tensors, 6]``, two at a time. A tile is loaded before the one in front of it is
-    stored: while a program computes, its loads are on their way.
+    stored: while a program computes, its loads are on their way, and the chunk ``AHEAD`` chunks on is fetched.
     """
     entry, k = chunks + tl.program_id(0) // SPLIT * 2, tl.program_id(0) % SPLIT
     which, count = tl.load(entry), tl.load(entry + 1)
-    if k < count:
+    if k < low_half(count):
         tensor = low_half(which)
         a, b, c, d, e, f = row_of(scalars, tensor, SCALARS // 2)
         if low_half(f) != 0:
@@ -248,18 +251,6 @@ def step_kernel(
                 P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,
             )  # fmt: skip
             tile = load_tile(to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
-            if AHEAD > 0:
-                soon = start + AHEAD * TILES * BLOCKS
-                if soon + TILES * BLOCKS <= tl.load(shapes + tensor * SHAPE + 2):
-                    fetch_ahead(at[0], soon * 32, P, TILES * BLOCKS * 32 * (P.primitive_bitwidth // 8))
-                    fetch_ahead(at[1], soon * 32, G, TILES * BLOCKS * 32 * (G.primitive_bitwidth // 8))
-                    fetch_ahead(at[2], soon * M_UNIT, M, TILES * BLOCKS * M_UNIT * (M.primitive_bitwidth // 8))
-                    fetch_ahead(at[4], soon * V_UNIT, V, TILES * BLOCKS * V_UNIT * (V.primitive_bitwidth // 8))
-                    if LOW is not None:
-                        fetch_ahead(at[6], soon * 32, LOW, TILES * BLOCKS * 32 * (LOW.primitive_bitwidth // 8))
-                    if SCALES:
-                        fetch_ahead(at[3], soon, M_SCALE, TILES * BLOCKS * (M_SCALE.primitive_bitwidth // 8))
-                        fetch_ahead(at[5], soon, V_SCALE, TILES * BLOCKS * (V_SCALE.primitive_bitwidth // 8))
             next_to, next_tile = to, tile
             for i in tl.static_range(TILES):
                 if i + 1 < TILES:
@@ -268,6 +259,9 @@ def step_kernel(
                         P, G, M, M_SCALE, V, V_SCALE, LOW, M_UNIT, V_UNIT, WHOLE,
                     )  # fmt: skip
                     next_tile = load_tile(next_to, inside, P, G, M, M_SCALE, V, V_SCALE, LOW, WHOLE)
+                if AHEAD > 0 and i == 0:
+                    soon = tl.minimum(high_half(which) + k + AHEAD, high_half(count) - 1)
+                    fetch_ahead(at, soon, P, G, M, V, LOW, M_UNIT, V_UNIT, TILES * BLOCKS, BLOCKS * 4)
                 p, low, m, m_scale, v, v_scale = step_tile(
                     tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6],
                     first + (high_half(e) + i * BLOCKS * 32), tl.arange(0, 32)[None, :], low_half(e),

@@ -40,7 +40,7 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
 
 
 def cast(model, dtype):
-    """Bring the weights to a dtype, in place; works on what was loaded from GGUF too, whose ``float()`` refuses.
+    """Bring the weights to a dtype, in place.
 
     Not the buffers: rotary frequencies in bf16 would put positions in the wrong place.
     """
@@ -64,6 +64,8 @@ def _pretrained(name, dtype):
     except Exception as error:  # transformers, its Hub client and its file formats share no base class
         hint = "" if Path(source).exists() else " (not a local folder, so looked up on the Hugging Face Hub)"
         raise UserError(f"{name} can't be loaded{hint}: {type(error).__name__}: {first_line(error)}") from error
+    if "gguf_file" in options and getattr(model, "hf_quantizer", None) is not None:
+        model.hf_quantizer.remove_quantization_config(model)  # it is dequantized, and can be saved
     return model, tokenizer
 
 
