@@ -9,7 +9,7 @@ from lowbit.backends import BACKENDS, Backend, Scalars
 from lowbit.backends.tables import Table
 from lowbit.distributed import align_gradient, is_dtensor, local, local_state, part, place
 from lowbit.dither import parameter_offset
-from lowbit.options import check_group, check_parameters, parameter_name
+from lowbit.options import check_group, check_parameters, parameter_name, settings
 from lowbit.plan import plan
 from lowbit.state import allocate, convert, found_layout
 from lowbit.summary import Summary
@@ -40,6 +40,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tables = {}  # device -> the table through which a kernel steps all its parameters
         self._tabled = False  # whether every parameter is on such a device
         self._sharded = []  # parameters that are DTensors
+        self._settings = None  # options of the groups as checked last
 
     def __getstate__(self):
         return {**super().__getstate__(), "backend": self._backend.name}
@@ -99,19 +100,29 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
-            check_group(group, f"param group {number}")
+        self._check()
         for p in self._sharded:
             align_gradient(p)
         if not self.state and self._only_asked():
             self.init_states()
             return loss
-        stale = [device for device, table in self._tables.items() if not table.serves(self.param_groups)]
+        stale = [
+            device for device, table in self._tables.items() if not table.serves(self.param_groups, self._settings)
+        ]
         if stale or not self._tabled:
             self._scan(stale)
         for device, table in self._tables.items():
-            table.step(self.param_groups, *(x if x is None else x.to(device) for x in self._scaler()))
+            scaler = (x if x is None else x.to(device) for x in self._scaler())
+            table.step(self.param_groups, self._settings, *scaler)
         return loss
+
+    def _check(self):
+        """Check the options of the groups, if one is another than at the last step; a tensor may always be."""
+        found = list(map(settings, self.param_groups))
+        if any(isinstance(values[0], torch.Tensor) for values in found) or found != self._settings:
+            for number, group in enumerate(self.param_groups):
+                check_group(group, f"param group {number}")
+            self._settings = found
 
     def _only_asked(self):
         """Whether this first step is that of torch's ``get_optimizer_state_dict``, which wants state to exist.

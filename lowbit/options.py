@@ -1,6 +1,7 @@
 """Checks of the options that users give, with errors that name what to change."""
 
 import numbers
+import operator
 
 import torch
 
@@ -42,6 +43,11 @@ def weights_for(weights, bf16_stochastic_round):
     return wanted
 
 
+settings = operator.itemgetter(
+    "lr", "betas", "eps", "weight_decay", "maximize", "state", "weights", "min_numel", "seed"
+)  # of a group
+
+
 def check_group(group, where):
     """Raise ``ValueError`` if an option of a group (or of the defaults) is out of range."""
     _check_number(group["lr"], "lr", where)
@@ -56,7 +62,7 @@ def check_group(group, where):
 
 
 def _is_rate(beta):
-    return isinstance(beta, (numbers.Real, torch.Tensor)) and 0.0 <= float(beta) < 1.0
+    return isinstance(beta, (float, numbers.Real, torch.Tensor)) and 0.0 <= float(beta) < 1.0
 
 
 def _check_number(value, name, where):
@@ -65,7 +71,7 @@ def _check_number(value, name, where):
             raise ValueError(f"{name} of {where} is a tensor of {value.numel()} elements: give one number")
         if value.device.type != "cpu":
             return  # to look at it would wait for the device
-    elif not isinstance(value, numbers.Real):
+    elif not isinstance(value, (float, numbers.Real)):  # most are floats, of which the abstract class takes its time
         raise ValueError(f"{name} of {where} is {value!r}: it must be a number or a tensor of one element")
     if not 0.0 <= float(value) < float("inf"):
         raise ValueError(f"{name} of {where} is {value}: it must be a finite number, at least 0")

@@ -52,7 +52,7 @@ class Launch:
     programs: int
     constants: dict
     options: dict
-    compiled: object = None  # stays None in the interpreter
+    run: object = None  # what was compiled, for this number of programs; stays None in the interpreter
 
     def compile(self, guard, device, *arguments):
         """Compile for the arguments of a call, without calling."""
@@ -60,10 +60,11 @@ class Launch:
             self.kernel.warmup(*arguments, grid=(self.programs, 1, 1), **self.constants, **self.options)
 
     def __call__(self, *arguments):
-        if self.compiled is None:
-            self.compiled = self.kernel[(self.programs, 1, 1)](*arguments, **self.constants, **self.options)
+        if self.run is None:
+            compiled = self.kernel[(self.programs, 1, 1)](*arguments, **self.constants, **self.options)
+            self.run = compiled and compiled[(self.programs, 1, 1)]
         else:
-            self.compiled[(self.programs, 1, 1)](*arguments, *self.constants.values())
+            self.run(*map(_address, arguments), *self.constants.values())
 
 
 class Table:
@@ -78,7 +79,7 @@ class Table:
         self.params = [w[3] for w in work] + others
         self.address = _local_address if any(map(is_dtensor, self.params)) else _address
         self.states = [w[5] for w in work]
-        self.options, self.members = options(groups), members(groups)
+        self.options, self.sizes, self.members = options(groups), sizes(groups), members(groups)
         self.copies = []  # (tensor, its contiguous copy, whether it is written back)
         for *_, state in work:
             state["step"] = state["step"].to(device)  # counted on the device: a step has nothing to ask the host
@@ -102,7 +103,7 @@ class Table:
         self.launches = list(_launches(rule, work, rows, device))
         # kernels run on the current device, which need not be this one
         self.guard = getattr(torch.get_device_module(device), "device", contextlib.nullcontext)
-        self.hyper_rows = None
+        self.settings = self.hyper_rows = None  # those that are on the device
         self.stepped = self.params[: len(work)]
         self.grad_dtypes = [p.grad.dtype for p in self.stepped]
         self.grads = list(map(self.address, map(_grad, self.stepped)))
@@ -120,13 +121,18 @@ class Table:
         self.copies.append((x.detach(), copy, written))
         return copy
 
-    def serves(self, groups):
-        """Whether the tables hold for the optimizer as it is now."""
+    def serves(self, groups, settings):
+        """Whether the tables hold for the optimizer as it is now.
+
+        ``settings`` is another object whenever an option of a group is another.
+        """
         try:
             grads = list(map(self.address, map(_grad, self.stepped)))
             if any(p.grad is not None for p in self.params[len(self.stepped) :]):
                 return False
-            if options(groups) != self.options or not same(members(groups), self.members):
+            if settings is not self.settings and options(groups) != self.options:
+                return False
+            if sizes(groups) != self.sizes or not same(members(groups), self.members):
                 return False
             if list(map(self.address, self.params)) != self.places:
                 return False
@@ -147,16 +153,18 @@ class Table:
         self.grads = grads
         return True
 
-    def step(self, groups, grad_scale=None, found_inf=None):
+    def step(self, groups, settings, grad_scale=None, found_inf=None):
         """Launch one step; nothing waits for the device."""
-        self._update_hyper(groups)
+        if settings is not self.settings:
+            self._update_hyper(groups)
+            self.settings = settings
         grad_scale = self.one if grad_scale is None else grad_scale
         found_inf = self.zero if found_inf is None else found_inf
         for x, copy, _ in self.copies:
             copy.copy_(x)
         calls = [(self.prepare, self.steps, self.groups, self.hyper, grad_scale, found_inf, self.scalars, self.count)]
         calls += [(launch, chunks, self.addresses, self.shapes, self.pairs) for chunks, launch in self.launches]
-        if self.prepare.compiled is None and not INTERPRETED.value:
+        if self.prepare.run is None and not INTERPRETED.value:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda call: call[0].compile(self.guard, self.device, *call[1:]), calls))
         with self.guard(self.device):
@@ -191,9 +199,12 @@ def hyper(group, device):
 
 def options(groups):
     """What of the groups decides the layout of states."""
-    return [
-        (*(group[name] for name in ("state", "weights", "min_numel", "seed")), len(group["params"])) for group in groups
-    ]
+    return [[group[name] for name in ("state", "weights", "min_numel", "seed")] for group in groups]
+
+
+def sizes(groups):
+    """Numbers of parameters."""
+    return [len(group["params"]) for group in groups]
 
 
 def members(groups):

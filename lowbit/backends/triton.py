@@ -231,9 +231,9 @@ def step_kernel(
     """One chunk, ``TILES`` tiles of ``BLOCKS`` blocks of 32 elements, one step on.
 
     ``chunks`` int64 ``[·, 2]`` says which tensor, which of its chunks is the first of ``SPLIT`` programs (upper half),
-    how many there are, and how many chunks the tensor has (upper half). Whole chunks are consecutive in memory and need no mask; else a row of ``width`` elements is
-    cut into blocks of its own, and ``shapes`` int64 ``[tensors, 4]`` holds ``width``, blocks a row, all blocks,
-    and how many element numbers lie between the starts of two rows.
+    how many there are, and how many chunks the tensor has (upper half). Whole chunks are consecutive in memory and need
+    no mask; else a row of ``width`` elements is cut into blocks of its own, and ``shapes`` int64 ``[tensors, 4]`` holds
+    ``width``, blocks a row, all blocks, and how many element numbers lie between the starts of two rows.
     ``scalars`` are read as int64 ``[tensors, 6]``, two at a time. A tile is loaded before the one in front of it is
     stored: while a program computes, its loads are on their way, and the chunk ``AHEAD`` chunks on is fetched.
     """
