@@ -4,8 +4,8 @@
     python benchmarks/step.py --device cuda --shapes llama2-7b gpt2-124m --json benchmarks/results/step.json
 
 Columns: median ms of a step (of the device with the host ahead, as in training, and of the wall clock with the queue
-drained before and after), bytes moved a second against a copy's, wall seconds of the first step with cold and with warm compile caches, bytes of state and of
-temporary memory a parameter.
+drained before and after), bytes moved a second against a copy's, wall seconds of the first step with cold and with warm
+compile caches, bytes of state and of temporary memory a parameter.
 """
 
 import argparse
