@@ -1,6 +1,7 @@
 """``lowbit bench``: one worker process per optimizer, and a report that is whole after each."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowbit.bench import peers, report
+from lowbit.finetune.checkpoints import FREE, check_options
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import resolve
 
@@ -26,9 +28,11 @@ def bench(options, console):
     names = peers.names(options.optimizers)
     options = resolve(options)
     folder = Path(options.out)
-    if (folder / report.JSON).exists() and not options.overwrite:
-        raise UserError(f"{folder / report.JSON} is there already: give another --out, or add --overwrite")
     found = {"complete": False, "options": asdict(options), "machine": None, "versions": None, "rows": []}
+    if options.resume:
+        found = {**begun(folder, options), "complete": False, "options": asdict(options)}
+    elif (folder / report.JSON).exists() and not options.overwrite:
+        raise UserError(f"{folder / report.JSON} is there already: give another --out, or add --overwrite or --resume")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
         run_all([None, *names], options, folder, found, console)
@@ -41,33 +45,63 @@ def bench(options, console):
         console.print(report.terminal_table(found))
         console.print(f"Report: {folder / report.MARKDOWN}", soft_wrap=True)
     if status == INTERRUPTED:
-        console.print("Interrupted: the report has what was done until then.", style="yellow")
+        console.print("Interrupted: the report has what was done until then; --resume goes on.", style="yellow")
     return status
 
 
+def begun(folder, options):
+    """The report in a folder with the rows of optimizers that are done, to go on with; an empty one if there is none.
+
+    Raises :class:`UserError` if its options are others, or it can't be read.
+    """
+    path = folder / report.JSON
+    if not path.exists():
+        return {"machine": None, "versions": None, "rows": []}
+    try:
+        found = json.loads(path.read_text())
+        saved, rows = found["options"], [row for row in found["rows"] if row["status"] == "ok"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume: {path} can't be read ({error}): delete it, or give --overwrite") from error
+    check_options(saved, options, path, FREE - {"eval_data", "eval_limit", "device"})
+    return {"machine": found["machine"], "versions": found["versions"], "rows": rows}
+
+
 def run_all(jobs, options, folder, found, console):
-    """Run the jobs one after another; the report is written after each."""
+    """Run the jobs whose rows are not there yet, one after another; the report is written after each."""
+    done = {row["optimizer"]: row for row in found["rows"]}
+    found["rows"] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         everything = progress.add_task("jobs", total=len(jobs), note=f"0 of {len(jobs)}")
         for i, optimizer in enumerate(jobs):
             name = optimizer or report.NOT_TUNED
+            if name in done:
+                found["rows"].append(done[name])
+                progress.update(everything, completed=i + 1, note=f"{i + 1} of {len(jobs)}")
+                continue
             bar = progress.add_task(name, total=None, note="starting")
             job = Job(optimizer, options, folder)
             try:
                 for event in job.events():
                     show(progress, bar, event, found)
             except KeyboardInterrupt:
-                found["rows"].append(job.interrupted(name))
+                found["rows"] += [job.interrupted(name), *(done[later] for later in jobs[i + 1 :] if later in done)]
                 raise
             row = job.row(name)
             if i == 0 and job.user_error:  # the others would fail alike
                 raise UserError(row["reason"])
             found["rows"].append(row)
-            report.write(folder, found)
+            write(folder, found, [done[later] for later in jobs[i + 1 :] if later in done])
+            if row["status"] == "ok":
+                job.clean()
             progress.remove_task(bar)
             progress.update(everything, completed=i + 1, note=f"{i + 1} of {len(jobs)}")
             progress.console.print(summary(row), soft_wrap=True)
+
+
+def write(folder, found, later):
+    """Write the report, with the rows of jobs that come ``later`` and are done."""
+    report.write(folder, {**found, "rows": [*found["rows"], *later]})
 
 
 def show(progress, bar, event, found):
@@ -96,8 +130,16 @@ class Job:
         logs = folder / "jobs"
         logs.mkdir(parents=True, exist_ok=True)
         self.path, self.log = logs / f"{name}.json", logs / f"{name}.log"
-        self.path.write_text(json.dumps({"options": asdict(options), "optimizer": optimizer}, indent=1) + "\n")
+        self.checkpoints = logs / f"{name}-checkpoints"
+        if not options.resume:
+            self.clean()
+        work = {"options": asdict(options), "optimizer": optimizer, "checkpoints": str(self.checkpoints)}
+        self.path.write_text(json.dumps(work, indent=1) + "\n")
         self.last, self.status = None, None
+
+    def clean(self):
+        """Delete the checkpoints of the run, which is done."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
 
     def events(self):
         """The worker's events, as they come; the worker is stopped if the caller stops, as on Ctrl-C."""

@@ -17,18 +17,21 @@ from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import BenchOptions
 
 
-def run_job(options, optimizer, emit):
+def run_job(options, optimizer, emit, folder=None):
     """Train with the named optimizer (None: don't) and evaluate; returns the result as plain values.
 
-    ``emit(event, **values)`` is called as the work goes on.
+    ``emit(event, **values)`` is called as the work goes on. Checkpoints are in ``folder``, as ``options`` say; the
+    newest there is where training goes on.
     """
     from lowbit.bench import machine, peers
-    from lowbit.finetune.run import build_optimizer, evaluate, prepare
-    from lowbit.finetune.train import train
+    from lowbit.finetune import checkpoints
+    from lowbit.finetune.run import evaluate, fit, prepare
 
     emit("progress", stage="loading", done=0, total=1, loss=None)
     peer = peers.find(optimizer) if optimizer else None
-    setup = prepare(options, peer)
+    begun = folder is not None and checkpoints.whole(folder)
+    checkpoint = checkpoints.newest(folder, options) if begun else None
+    setup = prepare(options, peer, checkpoint)
     emit("machine", machine=machine.machine(setup.device), versions=machine.versions())
     result = {
         "parameters": sum(p.numel() for p in setup.model.parameters()),
@@ -37,10 +40,9 @@ def run_job(options, optimizer, emit):
         "questions": len(setup.questions),
     }
     if peer:
-        measured = train(
-            setup.model, build_optimizer(peer, setup.model, options), setup.examples, setup.pad_id, options,
-            autocast=setup.autocast,
-            on_step=lambda run: emit("progress", stage="training", done=run.step, total=run.total, loss=run.loss),
+        measured, _ = fit(
+            setup, peer, options, folder,
+            lambda run: emit("progress", stage="training", done=run.step, total=run.total, loss=run.loss), checkpoint,
         )  # fmt: skip
         result |= asdict(measured)
     emit("progress", stage="evaluation", done=0, total=1, loss=None)
@@ -63,7 +65,7 @@ def main(path):
 
     job = json.loads(Path(path).read_text())
     try:
-        emit("result", **run_job(BenchOptions(**job["options"]), job["optimizer"], emit))
+        emit("result", **run_job(BenchOptions(**job["options"]), job["optimizer"], emit, job["checkpoints"]))
     except BrokenPipeError:  # the parent is gone
         return 1
     except Exception as error:

@@ -18,7 +18,10 @@ from lowbit.finetune.errors import UserError
 STATE, OPTIONS = "training.pt", "options.json"
 SHARDS = "optimizer"  # folder of the optimizer's state, if several processes saved it
 # may change at a resume
-FREE = {"out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "replicas"}
+FREE = {
+    "out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "replicas", "optimizers",
+    "overwrite",
+}  # fmt: skip
 
 
 def save(folder, run, tokenizer, options, fingerprint):
@@ -69,13 +72,17 @@ def newest(folder, options):
     found = whole(folder)
     if not found:
         raise UserError(f"--resume: there is no checkpoint in {folder}: give the --out of the run to go on with")
-    saved = json.loads((found[-1] / OPTIONS).read_text())["options"]
+    check_options(json.loads((found[-1] / OPTIONS).read_text())["options"], options, found[-1])
+    return found[-1]
+
+
+def check_options(saved, options, where, free=FREE):
+    """Raise :class:`UserError` if options that decide a run's course are others than those saved as a dict."""
     now = asdict(options)
-    changed = [name for name in now if name not in FREE and saved.get(name) != now[name]]
+    changed = [name for name in now if name not in free and saved.get(name) != now[name]]
     if changed:
         was = ", ".join(f"--{name.replace('_', '-')} {saved.get(name)} (now {now[name]})" for name in changed)
-        raise UserError(f"--resume: {found[-1]} was made with {was}: give the same options")
-    return found[-1]
+        raise UserError(f"--resume: {where} was made with {was}: give the same options")
 
 
 def load_state(checkpoint, fingerprint):

@@ -63,6 +63,8 @@ class BenchOptions(Options):
     optimizers: str = option("torch,torch-fp32,8bit,4bit,8bit+nearest", "Names, separated by commas.", RUN)
     out: str = option("lowbit-bench", "Folder of the report.", RUN)
     overwrite: bool = option(False, "Replace a report that is already in --out.", RUN)
+    save_every: int | None = option(None, "Steps between checkpoints of a run, for --resume; none without.", RUN)
+    resume: bool = option(False, "Go on with what is not yet in the report of --out.", RUN)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,17 @@ def _finetune(options, on_start, on_step):
     elif checkpoints.whole(options.out):
         raise UserError(f"{options.out} holds checkpoints of another run: add --resume, or give another --out")
     setup = prepare(options, peer, checkpoint)
+    if on_start:
+        on_start(setup)
+    result, saved = fit(setup, peer, options, options.out, on_step, checkpoint, save_last=True)
+    return result, evaluate(setup, options), saved
+
+
+def fit(setup, peer, options, folder, on_step=None, checkpoint=None, save_last=False):
+    """Train from the start or from a checkpoint; returns ``(TrainResult, path of the last checkpoint or None)``.
+
+    Saves into ``folder`` every ``options.save_every`` steps, if that is set, and after the last if ``save_last``.
+    """
     fingerprint = setup.fingerprint()
     state = checkpoints.load_state(checkpoint, fingerprint) if checkpoint else None
     saved = checkpoint
@@ -114,14 +125,13 @@ def _finetune(options, on_start, on_step):
         nonlocal saved
         if on_step:
             on_step(run)
-        if run.step == run.total or (options.save_every and run.step % options.save_every == 0):
+        due = options.save_every and run.step % options.save_every == 0 and run.step < run.total
+        if due or (save_last and run.step == run.total):
             with run.throughput.pause():
-                saved = checkpoints.save(options.out, run, setup.tokenizer, options, fingerprint)
+                saved = checkpoints.save(folder, run, setup.tokenizer, options, fingerprint)
 
-    if on_start:
-        on_start(setup)
     result = train(
         setup.model, build_optimizer(peer, setup.model, options), setup.examples, setup.pad_id, options,
         autocast=setup.autocast, on_step=after_step, resume=state,
     )  # fmt: skip
-    return result, evaluate(setup, options), saved
+    return result, saved
