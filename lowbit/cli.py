@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lowbit.convert import TARGETS
 from lowbit.finetune.errors import UserError
-from lowbit.finetune.options import PANELS, BenchOptions, FinetuneOptions
+from lowbit.finetune.options import PANELS, BenchOptions, EstimateOptions, FinetuneOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -78,6 +78,14 @@ def finetune(options):
     from lowbit.finetune.command import finetune
 
     finetune(options, Console())
+
+
+@command(EstimateOptions)
+def estimate(options):
+    """Memory of a GPU and time of the optimizer's step for a run, without running it: from the configuration alone."""
+    from lowbit.bench.estimate import command
+
+    command(options, Console())
 
 
 @app.command()

@@ -16,6 +16,7 @@ class Peer:
 
     build: Callable  # (params, lr, betas, eps, weight_decay, seed) -> torch.optim.Optimizer
     fp32_weights: bool = False  # weights in fp32, computing in --dtype under autocast
+    state_bytes: Callable | None = None  # of parameters: the bytes of their state
 
 
 def torch_adamw(params, lr, betas, eps, weight_decay, seed):
@@ -25,7 +26,27 @@ def torch_adamw(params, lr, betas, eps, weight_decay, seed):
     return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
-def other(module, name, install, **own):
+def twice(params):
+    """Bytes of two moments in the parameters' dtype."""
+    return sum(2 * p.nbytes for p in params)
+
+
+def blocks(bits, size, small=None, more=0.0):
+    """Bytes of two moments of ``bits`` bits with an fp32 scale each for a block of ``size`` elements.
+
+    Parameters of fewer than 4096 elements keep ``small`` bytes an element; None is two moments in their own dtype, also
+    where there is no whole number of blocks. ``more`` is kept beside the moments of the others.
+    """
+
+    def kept(p):
+        if p.numel() < 4096 or (small is None and p.numel() % size):
+            return p.numel() * (2 * p.element_size() if small is None else small)
+        return p.numel() * (bits / 4 + more) + 8 * -(-p.numel() // size)
+
+    return lambda params: sum(map(kept, params))
+
+
+def other(module, name, install, state_bytes, **own):
     """An AdamW of another library, imported when it is built, with ``own`` options, its best ones for bf16 weights."""
 
     def build(params, lr, betas, eps, weight_decay, seed):
@@ -35,17 +56,19 @@ def other(module, name, install, **own):
             raise UserError(f"{module} can't be imported ({error}): pip install {install}") from None
         return optimizer(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **own)
 
-    return Peer(build)
+    return Peer(build, state_bytes=state_bytes)
 
 
 PEERS = {
-    "torch": Peer(torch_adamw),
-    "torch-fp32": Peer(torch_adamw, fp32_weights=True),
-    "bitsandbytes-8bit": other("bitsandbytes.optim", "AdamW8bit", "bitsandbytes"),
-    "torchao-8bit": other("torchao.optim", "AdamW8bit", "torchao", bf16_stochastic_round=True),
-    "torchao-4bit": other("torchao.optim", "AdamW4bit", "torchao", bf16_stochastic_round=True),
-    "torchao-fp8": other("torchao.optim", "AdamWFp8", "torchao", bf16_stochastic_round=True),
-    "flashoptim": other("flashoptim", "FlashAdamW", "flashoptim", master_weight_bits=24),
+    "torch": Peer(torch_adamw, state_bytes=twice),
+    "torch-fp32": Peer(torch_adamw, fp32_weights=True, state_bytes=twice),
+    "bitsandbytes-8bit": other("bitsandbytes.optim", "AdamW8bit", "bitsandbytes", blocks(8, 256, 8)),
+    "torchao-8bit": other("torchao.optim", "AdamW8bit", "torchao", blocks(8, 256), bf16_stochastic_round=True),
+    "torchao-4bit": other("torchao.optim", "AdamW4bit", "torchao", blocks(4, 128), bf16_stochastic_round=True),
+    "torchao-fp8": other("torchao.optim", "AdamWFp8", "torchao", blocks(8, 256), bf16_stochastic_round=True),
+    "flashoptim": other(
+        "flashoptim", "FlashAdamW", "flashoptim", blocks(8, 64, 3.125, more=1.0), master_weight_bits=24
+    ),
 }
 
 
@@ -66,7 +89,10 @@ def ours(name):
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, seed=seed, state=state, weights=weights
         )
 
-    return Peer(build)
+    def state_bytes(params):
+        return build(params, 1e-3, (0.9, 0.999), 1e-8, 0.0, 0).summary().bytes
+
+    return Peer(build, state_bytes=state_bytes)
 
 
 def find(name):

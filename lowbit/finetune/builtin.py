@@ -26,6 +26,14 @@ def build(seed):
 
     No random generator of the caller is used.
     """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, tokenizer = skeleton()
+    return model.float().eval(), tokenizer
+
+
+def skeleton():
+    """As :func:`build`, random by torch's own generator."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = _tokenizer()
@@ -34,10 +42,7 @@ def build(seed):
         num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=1024, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, use_cache=False,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).float()
-    return model.eval(), tokenizer
+    return LlamaForCausalLM(config), tokenizer
 
 
 def _tokenizer():

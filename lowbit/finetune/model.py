@@ -39,6 +39,26 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
     return model.to(device).eval(), tokenizer
 
 
+def skeleton(name):
+    """A model as :func:`load_model` gives it and its tokenizer, by the configuration alone: no weights are read."""
+    if name == "builtin":
+        from lowbit.finetune.builtin import skeleton
+
+        return skeleton()
+    source, options = _place(name)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        _check_causal(name, config)
+        config.use_cache = False
+        return AutoModelForCausalLM.from_config(config), AutoTokenizer.from_pretrained(source, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{name} can't be loaded: {type(error).__name__}: {first_line(error)}") from error
+
+
 def cast(model, dtype):
     """Bring the weights to a dtype, in place.
 

@@ -68,6 +68,15 @@ class BenchOptions(Options):
 
 
 @dataclass(frozen=True)
+class EstimateOptions(Options):
+    """What ``lowbit estimate`` takes."""
+
+    optimizers: str = option("torch,torch-fp32,8bit,4bit", "Names, separated by commas.", RUN)
+    gpus: int = option(1, "Number of GPUs, over which FSDP2 shards the model.", SPEED)
+    bandwidth: float = option(4300.0, "A GPU's memory bandwidth in GB/s, read and written; an H200 copies 4300.", SPEED)
+
+
+@dataclass(frozen=True)
 class FinetuneOptions(Options):
     """What ``lowbit finetune`` takes."""
 
@@ -106,9 +115,9 @@ def check(options):
 
 
 _RULES = (
-    (("epochs", "lr"), lambda x: 0 < x < float("inf"), "a number above 0"),
+    (("epochs", "lr", "bandwidth"), lambda x: 0 < x < float("inf"), "a number above 0"),
     (("steps", "batch_size", "grad_accum", "eval_limit"), lambda x: x >= 1, "at least 1"),
-    (("save_every", "log_every", "replicas"), lambda x: x >= 1, "at least 1"),
+    (("save_every", "log_every", "replicas", "gpus"), lambda x: x >= 1, "at least 1"),
     (("max_length",), lambda x: x >= 8, "at least 8"),
     (("warmup", "weight_decay", "eps", "clip"), lambda x: 0 <= x < float("inf"), "a number from 0 on"),
     (("seed", "held_out"), lambda x: x >= 0, "a number from 0 on"),
