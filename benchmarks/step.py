@@ -30,6 +30,7 @@ from lowbit.bench import peers  # noqa: E402
 from lowbit.finetune.memory import state_bytes  # noqa: E402
 
 LR = 1e-5
+WORTH_WARMING = 0.5  # seconds of a first step; below there was nothing to compile
 PROCESSES = multiprocessing.get_context("forkserver")  # fresh ones, forked where imports are done and no device is used
 PROCESSES.set_forkserver_preload(["torch", "lowbit"])
 
@@ -245,7 +246,7 @@ def run_all(arguments):
         for name in names:
             with tempfile.TemporaryDirectory() as caches:
                 result = in_process(name, shapes, arguments, caches)
-                if arguments.warm and "failed" not in result:
+                if arguments.warm and result.get("first_step_s", 0) > WORTH_WARMING:
                     result["warm_first_step_s"] = in_process(name, shapes, arguments, caches).get(
                         "first_step_s", math.nan
                     )
@@ -267,7 +268,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=30, help="steps timed")
     parser.add_argument("--seconds", type=float, default=20, help="stop timing after this long")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which an optimizer is given up")
-    parser.add_argument("--warm", action="store_true", help="also time the first step with warm compile caches")
+    parser.add_argument("--warm", action="store_true", help="also time first steps with warm compile caches")
     parser.add_argument("--json", help="write the results here")
     run_all(parser.parse_args())
 

@@ -79,7 +79,7 @@ class Table:
         self.params = [w[3] for w in work] + others
         self.address = _local_address if any(map(is_dtensor, self.params)) else _address
         self.states = [w[5] for w in work]
-        self.options, self.sizes, self.members = options(groups), sizes(groups), members(groups)
+        self.options, self.members = options(groups), members(groups)
         self.copies = []  # (tensor, its contiguous copy, whether it is written back)
         for *_, state in work:
             state["step"] = state["step"].to(device)  # counted on the device: a step has nothing to ask the host
@@ -132,11 +132,11 @@ class Table:
                 return False
             if settings is not self.settings and options(groups) != self.options:
                 return False
-            if sizes(groups) != self.sizes or not same(members(groups), self.members):
+            if members(groups) != self.members:
                 return False
             if list(map(self.address, self.params)) != self.places:
                 return False
-            if not same(map(_exp_avg, self.states), self.moments):
+            if list(map(_exp_avg, self.states)) != self.moments:
                 return False
             return grads == self.grads or self._follow(grads)
         except (TypeError, RuntimeError, KeyError):  # no gradient, a sparse one, a state that was taken away
@@ -202,19 +202,9 @@ def options(groups):
     return [[group[name] for name in ("state", "weights", "min_numel", "seed")] for group in groups]
 
 
-def sizes(groups):
-    """Numbers of parameters."""
-    return [len(group["params"]) for group in groups]
-
-
 def members(groups):
-    """All parameters of the groups."""
-    return list(itertools.chain.from_iterable(group["params"] for group in groups))
-
-
-def same(found, known):
-    """Whether two sequences of one length hold the same objects."""
-    return all(map(operator.is_, found, known))
+    """The parameters of each group. Lists compare equal by their members' identity, before these are asked."""
+    return [list(group["params"]) for group in groups]
 
 
 def _shape(layout):
@@ -258,7 +248,7 @@ def _options(format, weights, p_dtype, whole):
     Left to itself ptxas takes more of them, and fewer programs share a processor. These are what an H200 likes best.
     """
     limited = APPROXIMATE.value and whole and p_dtype.itemsize == 2 and format.m.bits < 32
-    registers = 56 if weights.low else 72
+    registers = {None: 72, torch.int8: 56, torch.int16: 64}[weights.low]
     return {"num_warps": 4} | ({"maxnreg": registers} if limited else {})
 
 
