@@ -34,7 +34,13 @@ LAW_COLUMNS = (
     "flashoptim",
 )
 
-LARGE = (("first_step_s", 1), ("state_bytes", 2), ("temporary_bytes", 2))
+LARGE = {  # of the largest list of shapes
+    "share": ("of copy speed", "{:.0%}"),
+    "first_step_s": ("first step, s", "{:.1f}"),
+    "warm_first_step_s": ("cached, s", "{:.1f}"),
+    "state_bytes": ("state, bytes a parameter", "{:.2f}"),
+    "temporary_bytes": ("temporary", "{:.2f}"),
+}
 SHAPES = {
     "llama2-7b": "Llama2-7B",
     "llama-1b": "Llama-1B",
@@ -77,23 +83,40 @@ def step_cpu():
     return grid(("optimizer", "ms a step", "state, bytes a parameter"), body, 1)
 
 
+def steps_h200():
+    """``{shapes: {optimizer: result}}`` of a GPU, in the order of ``SHAPES``."""
+    found = {}
+    for shapes in SHAPES:
+        path = RESULTS / "step-h200" / f"{shapes}.json"
+        if path.exists():
+            report = json.loads(path.read_text(encoding="utf-8"))
+            found[shapes] = {row["name"]: row for row in report["results"]}
+            for row in found[shapes].values():
+                row["share"] = (
+                    row.get("moved_bytes", math.nan) / row.get("ms", math.nan) * 1e3 / report["copy_bytes_per_s"]
+                )
+    return found
+
+
 def step_h200():
     """Milliseconds of a step on a GPU for each list of shapes, and what else the largest one tells."""
-    found = {}
-    for row in read("step-h200.json")["results"]:
-        found.setdefault(row["shapes"], {})[row["name"]] = row
-    shapes = [name for name in SHAPES if name in found]
-    large = found[shapes[0]]
-    body = [
-        (
-            name,
-            *(f"{found[shape][name].get('ms', math.nan):.3g}" for shape in shapes),
-            *(f"{row.get(key, math.nan):.{digits}f}" for key, digits in LARGE),
-        )
-        for name, row in large.items()
-    ]
-    heads = (*(f"{SHAPES[shape]}, ms" for shape in shapes), "first step, s", "kept, bytes a parameter", "temporary")
-    return grid(("optimizer", *heads), body, 1)
+    found = steps_h200()
+    large, *small = found.values()
+    body = []
+    for name, row in large.items():
+        cells = [shown("{:.3g}", row, "ms")]
+        for rows in small:
+            cells += [shown("{:.2f}", rows.get(name, {}), key) for key in ("ms", "wall_ms")]
+        body.append((name, *cells, *(shown(form, row, key) for key, (_, form) in LARGE.items())))
+    first, *others = (SHAPES[shapes] for shapes in found)
+    heads = [f"{first}, ms", *(f"{other}, {kind}" for other in others for kind in ("ms", "wall ms"))]
+    return grid(("optimizer", *heads, *(head for head, _ in LARGE.values())), body, 1)
+
+
+def shown(form, row, key):
+    """A number of a row as text, a dash where it was not measured."""
+    value = row.get(key, math.nan)
+    return "–" if math.isnan(value) else form.format(value)
 
 
 def laws():

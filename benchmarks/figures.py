@@ -2,7 +2,7 @@
 
 import matplotlib
 
-from docs import ROOT, SHAPES, read
+from docs import ROOT, SHAPES, steps_h200
 
 matplotlib.use("svg")
 matplotlib.rcParams.update(
@@ -16,11 +16,10 @@ OURS, OTHERS = "#0072b2", "#999999"
 
 def step_h200():
     """One panel for each list of shapes: milliseconds a step of each optimizer, log scale."""
-    report = read("step-h200.json")
-    shapes = [name for name in SHAPES if any(row["shapes"] == name for row in report["results"])]
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(3.2 * len(shapes) + 1.5, 5), sharey=True, squeeze=False)
-    for axis, name in zip(axes[0], shapes, strict=True):
-        rows = [row for row in report["results"] if row["shapes"] == name and "ms" in row]
+    found = steps_h200()
+    figure, axes = pyplot.subplots(1, len(found), figsize=(3.2 * len(found) + 1.5, 5), sharey=True, squeeze=False)
+    for axis, (name, results) in zip(axes[0], found.items(), strict=True):
+        rows = [row for row in results.values() if "ms" in row]
         colors = [OURS if row["name"][0].isdigit() or row["name"] == "bf16" else OTHERS for row in rows]
         bars = axis.barh([row["name"] for row in rows], [row["ms"] for row in rows], color=colors)
         axis.bar_label(bars, labels=[f"{row['ms']:.3g}" for row in rows], padding=2, fontsize=7)

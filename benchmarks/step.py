@@ -49,7 +49,7 @@ def _lowbit(**options):
 
 
 def _other(*names, **options):
-    peer = peers.other(*names, None, **options)
+    peer = peers.other(*names, **options)
     return lambda params: peer.build(params, LR, (0.9, 0.999), 1e-8, 1e-2, 0)
 
 

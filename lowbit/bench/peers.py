@@ -46,7 +46,7 @@ def blocks(bits, size, small=None, more=0.0):
     return lambda params: sum(map(kept, params))
 
 
-def other(module, name, install, state_bytes, **own):
+def other(module, name, install, state_bytes=None, **own):
     """An AdamW of another library, imported when it is built, with ``own`` options, its best ones for bf16 weights."""
 
     def build(params, lr, betas, eps, weight_decay, seed):
