@@ -106,6 +106,11 @@ def take(x, p):
         x = whole(x)
     if is_dtensor(p):
         found = part(p)
+        if x.ndim and p.ndim and x.shape[0] != p.shape[0]:
+            raise ValueError(
+                f"expected the whole state of a parameter of {p.shape[0]} rows, found a tensor of {x.shape[0]} rows: "
+                "save and load sharded state by torch.distributed.checkpoint"
+            )
         for dim in range(min(2, x.ndim, p.ndim)):
             size, full = x.shape[dim], max(found.whole[dim], 1)  # rows, or columns of a scale or of packed codes
             x = x.narrow(dim, found.offset[dim] * size // full, found.shape[dim] * size // full)
