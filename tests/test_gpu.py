@@ -79,6 +79,35 @@ def test_a_side_stream():
     assert_same(ps, a, qs, b)
 
 
+@pytest.mark.parametrize("options", [{}, {"state": "4bit"}, {"weights": "24bit"}], ids=str)
+def test_a_checkpoint_goes_to_another_device_and_back(options, tmp_path):
+    (ps, a), _ = pair(**options)
+    a.step()
+    torch.save([[p.detach() for p in ps], a.state_dict()], tmp_path / "gpu.pt")
+    weights = torch.load(tmp_path / "gpu.pt", map_location="cpu", weights_only=True)[0]
+    qs = [torch.nn.Parameter(x) for x in weights]
+    b = lowbit.AdamW(qs, lr=1e-3, **options)
+    b.load_state_dict(torch.load(tmp_path / "gpu.pt", weights_only=True)[1])  # as it was saved, on the GPU
+    for p, q in zip(ps, qs, strict=True):
+        assert all(x.device.type == "cpu" and same_bits(x, a.state[p][name].cpu()) for name, x in b.state[q].items())
+        q.grad = p.grad.cpu()
+    b.step()
+    rs = [torch.nn.Parameter(q.detach().cuda()) for q in qs]
+    c = lowbit.AdamW(rs, lr=1e-3, **options)
+    c.load_state_dict(b.state_dict())
+    a.step()
+    for p, r in zip(ps, rs, strict=True):
+        # a fused multiply-add moves a value across a rounding edge now and then
+        for name in ("exp_avg", "exp_avg_sq"):
+            x, y = a.state[p][name], c.state[r][name]
+            assert y.device.type == "cuda"
+            if x.dtype == torch.float32:
+                torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-12)
+            else:
+                assert (x != y).sum() <= max(1, 1e-3 * x.numel())
+        torch.testing.assert_close(p.detach().float(), r.detach().float(), rtol=2**-7, atol=1e-6)
+
+
 def test_every_device_steps_its_own():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
