@@ -86,7 +86,9 @@ ROWS = [
     {
         "optimizer": "8bit", "status": "ok", "reason": None,
         "result": {
-            "max_memory": 3 * 2**30, "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "mc1": 0.25,
+            "max_memory": 3 * 2**30,
+            "memory": {"weights": 2**30, "gradients": 2**29, "state": 2**28, "rest": 5 * 2**28},
+            "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "mc1": 0.25,
             "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "steps_not_timed": 5, "steps": 40,
             "losses": [(step, 8.0 / step) for step in range(1, 41)], "held_out_examples": 500, "questions": 817,
         },
@@ -122,9 +124,21 @@ def test_table_of_the_report():
 
 def test_files_of_the_report(tmp_path):
     report.write(tmp_path, finished())
-    assert {path.name for path in tmp_path.iterdir()} == {"report.json", "report.md", "loss.png"}
+    names = {"report.json", "report.md", "loss.png", "memory.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["result"]["losses"][3] == [4, 2.0]
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names if name.endswith("png"))
+
+
+def test_what_the_memory_consists_of():
+    lines = report.markdown(finished() | {"machine": {"gpu": "H200"}}).splitlines()
+    place = lines.index("## Memory (MiB)")
+    assert lines[place + 2 : place + 5] == [
+        "| optimizer | weights | gradients | optimizer state | activations, temporaries |",
+        "|---|--:|--:|--:|--:|",
+        "| 8bit | 1,024 | 512 | 256 | 1,280 |",
+    ]
+    assert "the rest of the process" in report.markdown(finished())
 
 
 def test_smoothing_keeps_a_constant_and_weighs_the_past():
@@ -148,7 +162,9 @@ def test_a_job_trains_and_says_how_far_it_is(setting):
     assert [step for step, _ in result["losses"]] == [1, 2, 3, 4] and result["steps"] == 4
     assert result["held_out_loss"] < before["held_out_loss"] - 0.1
     assert 0 <= result["mc1"] <= 1 and 0 <= result["mc2"] <= 1
-    assert result["tokens_per_second"] > 0 and result["max_memory"] > 2**26
+    assert result["tokens_per_second"] > 0 and result["max_memory"] == sum(result["memory"].values()) > 2**26
+    assert result["memory"]["weights"] == result["memory"]["gradients"] == 2 * before["parameters"]
+    assert result["memory"]["state"] == pytest.approx(result["state_bytes_per_param"] * before["parameters"])
     training = [event for event in events if event.get("stage") == "training"]
     assert [(event["done"], event["total"]) for event in training] == [(i, 4) for i in (1, 2, 3, 4)]
     json.dumps([result, events])

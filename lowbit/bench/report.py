@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 NOT_TUNED = "not fine-tuned"
-JSON, MARKDOWN, PLOT = "report.json", "report.md", "loss.png"
+JSON, MARKDOWN, PLOT, MEMORY_PLOT = "report.json", "report.md", "loss.png", "memory.png"
+PARTS = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}  # of memory, and what is left
+REST = {True: "activations, temporaries", False: "the rest of the process"}  # on a GPU, on a CPU
 SMOOTHING = 0.9  # of the plotted loss: an exponential mean, as TensorBoard's
 
 
@@ -102,12 +104,40 @@ def markdown(report):
     lines += ["", *(f"- {note}" for note in footnotes(report)), ""]
     if any(curve(row) for row in report["rows"]):
         lines += [f"![Training loss of each optimizer]({PLOT})", ""]
+    lines += memory_table(report)
     for heading in ("machine", "versions", "options"):
         values = report[heading] or {}
         lines += [f"## {heading.capitalize()}", ""]
         lines += [f"- {name}: {value}" for name, value in values.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
+
+
+def memories(report):
+    """``(optimizer, {part: bytes})`` of the rows that trained."""
+    rows = [(row["optimizer"], row["result"].get("memory")) for row in report["rows"] if row["status"] == "ok"]
+    return [(name, memory) for name, memory in rows if memory]
+
+
+def memory_parts(report):
+    """``{part: how the report calls it}``, in the order in which they are stacked."""
+    return PARTS | {"rest": REST[bool((report["machine"] or {}).get("gpu"))]}
+
+
+def memory_table(report):
+    """Lines of Markdown: what the peak of each optimizer consists of."""
+    found, names = memories(report), memory_parts(report)
+    if not found:
+        return []
+    lines = [
+        "## Memory (MiB)",
+        "",
+        "| optimizer | " + " | ".join(names.values()) + " |",
+        "|---" + "|--:" * len(names) + "|",
+    ]
+    for name, memory in found:
+        lines.append(f"| {name} | " + " | ".join(f"{memory[part] / 2**20:,.0f}" for part in names) + " |")
+    return [*lines, "", f"![Memory of each optimizer]({MEMORY_PLOT})", ""]
 
 
 def curve(row):
@@ -130,12 +160,7 @@ def plot(report, path):
     curves = [(row["optimizer"], curve(row)) for row in report["rows"] if curve(row)]
     if not curves:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = blank((8, 5))
     for i, (name, points) in enumerate(curves):
         steps, losses = zip(*points, strict=True)
         color = f"C{i % 10}"
@@ -147,6 +172,33 @@ def plot(report, path):
     figure.savefig(path, dpi=120)
 
 
+def plot_memory(report, path):
+    """Draw what each optimizer's peak of memory consists of, stacked; nothing if nothing trained."""
+    found = memories(report)
+    if not found:
+        return
+    figure, axes = blank((8, 1.5 + 0.4 * len(found)))
+    names, left = [name for name, _ in found], [0.0] * len(found)
+    for part, shown in memory_parts(report).items():
+        sizes = [memory[part] / 2**30 for _, memory in found]
+        axes.barh(names, sizes, left=left, label=shown)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB", title="largest memory")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def blank(size):
+    """A figure with one pair of axes, that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
 def write(folder, report):
     """Write the whole report into a folder; each file is replaced at once."""
     folder = Path(folder)
@@ -154,7 +206,8 @@ def write(folder, report):
         partial = folder / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / name)
-    partial = folder / f".partial-{PLOT}"
-    plot(report, partial)
-    if partial.exists():
-        os.replace(partial, folder / PLOT)
+    for name, draw in ((PLOT, plot), (MEMORY_PLOT, plot_memory)):
+        partial = folder / f".partial-{name}"
+        draw(report, partial)
+        if partial.exists():
+            os.replace(partial, folder / name)

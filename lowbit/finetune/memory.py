@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowbit.distributed import local
+
 PEAK, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -40,6 +42,22 @@ def _peak_of_life():
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def parts(model, optimizer, peak):
+    """What the bytes of a peak are: weights, gradients of those that train, optimizer state, and the rest.
+
+    On a GPU the rest is activations and temporaries, on a CPU the whole process is in it.
+    """
+    weights = sum(local(p).nbytes for p in model.parameters())
+    gradients = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
+    state = state_bytes(optimizer)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "state": state,
+        "rest": max(0, peak - weights - gradients - state),
+    }
 
 
 def state_bytes(optimizer):

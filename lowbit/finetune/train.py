@@ -11,7 +11,7 @@ from lowbit.distributed import local
 from lowbit.finetune import processes
 from lowbit.finetune.data import IGNORED, Example, batches, collate
 from lowbit.finetune.errors import UserError
-from lowbit.finetune.memory import peak_bytes, reset_peak, state_bytes
+from lowbit.finetune.memory import parts, peak_bytes, reset_peak, state_bytes
 from lowbit.finetune.model import logits_at
 from lowbit.finetune.options import TrainConfig
 from lowbit.finetune.timing import StepTimer, Throughput
@@ -32,6 +32,7 @@ class TrainResult:
     optimizer_first_step: float | None  # the first call of ``optimizer.step()``, what it compiles included
     optimizer_step: float | None  # median of the calls after the first
     max_memory: int  # of the process that took most
+    memory: dict  # what this process's own peak consists of
     state_bytes_per_param: float
 
 
@@ -235,7 +236,8 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
         take_steps(run, order, pad_id, device, autocast, timer, on_step)
     rate = run.throughput.rate()
     kept = sum(local(p).numel() for p in model.parameters() if p.requires_grad)
-    peak = max(processes.gather(peak_bytes(device)))
+    peak = peak_bytes(device)
     return TrainResult(
-        run.step, run.losses, rate, skip, timer.first, timer.median(), peak, state_bytes(optimizer) / max(1, kept)
-    )
+        run.step, run.losses, rate, skip, timer.first, timer.median(), max(processes.gather(peak)),
+        parts(model, optimizer, peak), state_bytes(optimizer) / max(1, kept),
+    )  # fmt: skip
