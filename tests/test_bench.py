@@ -231,7 +231,10 @@ def test_data_that_no_optimizer_can_use_end_the_run(setting, tmp_path):
 def test_ctrl_c_leaves_the_report_of_what_was_done(setting, tmp_path):
     command = [sys.executable, "-m", "lowbit", "bench", *setting, "--steps", "100000", "--out", str(tmp_path)]
     command += ["--optimizers", "8bit,4bit"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (tmp_path / "jobs" / "8bit.json").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
