@@ -4,6 +4,7 @@
 #
 #   benchmarks/on_gpu.sh [DIRECTORY]
 set -uo pipefail
+export PYTHONWARNINGS=ignore
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/on-gpu}
 python=${PYTHON:-python3}
@@ -12,7 +13,7 @@ mkdir -p "$out"
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
     $python -c "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)"
     echo "== tests"
-    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -o addopts= --no-header --disable-warnings \
+    $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -p no:benchmark -o addopts= --no-header --disable-warnings \
         tests/test_parity.py tests/test_kernel.py tests/test_gpu.py && echo "tests passed"
     tests=$?
     echo "== memory, under compute-sanitizer"
