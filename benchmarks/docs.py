@@ -44,9 +44,19 @@ LARGE = {  # of the largest list of shapes
 SHAPES = {
     "llama2-7b": "Llama2-7B",
     "llama-1b": "Llama-1B",
-    "gpt2-124m": "GPT-2 124M",
     "vit-h": "ViT-H",
-    "resnet101": "ResNet-101",
+    "gpt2-124m": "GPT-2 124M",
+    "resnet-101": "ResNet-101",
+}
+SMALL = ("gpt2-124m", "resnet-101")  # where the host may take longer than the device
+COUNTERS = {  # of benchmarks/counters.py: head of the column, form of the value
+    "gpu__time_duration.sum": ("ms", lambda x: f"{x / 1e6:.2f}"),
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("memory bandwidth", "{:.0f}%".format),
+    "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slots", "{:.0f}%".format),
+    "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active": ("integer pipe", "{:.0f}%".format),
+    "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ("float pipe", "{:.0f}%".format),
+    "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": ("roots, reciprocals", "{:.0f}%".format),
+    "launch__registers_per_thread": ("registers", "{:.0f}".format),
 }
 
 
@@ -101,16 +111,28 @@ def steps_h200():
 def step_h200():
     """Milliseconds of a step on a GPU for each list of shapes, and what else the largest one tells."""
     found = steps_h200()
-    large, *small = found.values()
-    body = []
-    for name, row in large.items():
-        cells = [shown("{:.3g}", row, "ms")]
-        for rows in small:
-            cells += [shown("{:.2f}", rows.get(name, {}), key) for key in ("ms", "wall_ms")]
-        body.append((name, *cells, *(shown(form, row, key) for key, (_, form) in LARGE.items())))
-    first, *others = (SHAPES[shapes] for shapes in found)
-    heads = [f"{first}, ms", *(f"{other}, {kind}" for other in others for kind in ("ms", "wall ms"))]
-    return grid(("optimizer", *heads, *(head for head, _ in LARGE.values())), body, 1)
+    columns = {(shapes, "ms"): SHAPES[shapes] for shapes in found}
+    columns |= {(shapes, "wall_ms"): f"{SHAPES[shapes]}, wall" for shapes in found if shapes in SMALL}
+    large = next(iter(found.values()))
+    body = [
+        (
+            name,
+            *(shown("{:.3g}", found[shapes].get(name, {}), key) for shapes, key in columns),
+            *(shown(form, row, key) for key, (_, form) in LARGE.items()),
+        )
+        for name, row in large.items()
+    ]
+    return grid(("optimizer", *columns.values(), *(head for head, _ in LARGE.values())), body, 1)
+
+
+def counters():
+    """How much of each resource of a GPU the kernel uses."""
+    report = read("counters-h200.json")
+    body = [
+        (name, *(form(values[metric][0]) for metric, (_, form) in COUNTERS.items()))
+        for name, values in report["results"].items()
+    ]
+    return grid(("format", *(head for head, _ in COUNTERS.values())), body, 1)
 
 
 def shown(form, row, key):
@@ -130,7 +152,13 @@ def laws():
     return grid(("law", "8bit must", "4bit must", *LAW_COLUMNS), body, 1)
 
 
-TABLES = {"smollm2-alpaca-h200": fine_tuned, "step-cpu": step_cpu, "step-h200": step_h200, "laws-h200": laws}
+TABLES = {
+    "smollm2-alpaca-h200": fine_tuned,
+    "step-cpu": step_cpu,
+    "step-h200": step_h200,
+    "counters-h200": counters,
+    "laws-h200": laws,
+}
 
 
 def filled(text):

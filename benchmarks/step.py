@@ -223,18 +223,25 @@ def row(result, speed):
     )
 
 
-def run_all(arguments):
-    """Every optimizer on every list of shapes; prints as it goes and returns the results."""
+def begun(arguments):
+    """The report to go on with: that in ``--json`` if it is of this machine and these versions, else a new one."""
     from lowbit.bench.machine import machine, versions
 
-    speed = copy_speed(arguments.device)
-    report = {
-        "machine": machine(torch.device(arguments.device)),
-        "versions": versions(),
-        "copy_bytes_per_s": speed,
-        "dtype": arguments.dtype,
-        "results": [],
-    }
+    head = {"machine": machine(torch.device(arguments.device)), "versions": versions(), "dtype": arguments.dtype}
+    path = Path(arguments.json or os.devnull)
+    if path.is_file():
+        report = json.loads(path.read_text())
+        others = [f"{name} {report[name]}, not {value}" for name, value in head.items() if report[name] != value]
+        if others:
+            sys.exit(f"{path} is of {'; '.join(others)}: give another --json, or delete it")
+        return report
+    return {**head, "copy_bytes_per_s": copy_speed(arguments.device), "results": []}
+
+
+def run_all(arguments):
+    """Every optimizer on every list of shapes that is not in the report; prints as it goes and returns the report."""
+    report = begun(arguments)
+    speed, done = report["copy_bytes_per_s"], {(row["shapes"], row["name"]) for row in report["results"]}
     names = arguments.optimizers or (ON_GPU if arguments.device == "cuda" else ON_CPU)
     itemsize = getattr(torch, arguments.dtype).itemsize
     for shapes in arguments.shapes:
@@ -243,7 +250,7 @@ def run_all(arguments):
         heads = ("ms", "wall ms", "of copy", "first s", "warm s", "state B", "temp B")
         widths = (10, 10, 8, 10, 10, 9, 9)
         print(f"{'optimizer':20}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
-        for name in names:
+        for name in (name for name in names if (shapes, name) not in done):
             with tempfile.TemporaryDirectory() as caches:
                 result = in_process(name, shapes, arguments, caches)
                 if arguments.warm and result.get("first_step_s", 0) > WORTH_WARMING:
@@ -269,7 +276,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="stop timing after this long")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which an optimizer is given up")
     parser.add_argument("--warm", action="store_true", help="also time first steps with warm compile caches")
-    parser.add_argument("--json", help="write the results here")
+    parser.add_argument("--json", help="write the results here; go on where the file has some already")
     run_all(parser.parse_args())
 
 

@@ -47,13 +47,18 @@ def versions():
     return found
 
 
+def _git(root, *arguments):
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
 def _commit():
-    """Commit of the checkout that this package is in, with ``-dirty`` if files of it are changed; else None."""
+    """Commit of the checkout that this package is in, with ``-dirty`` if the package is changed; else None."""
     root = Path(lowbit.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return commit + "-dirty" * bool(_git(root, "status", "--porcelain", "--", Path(lowbit.__file__).parent.name))
     except (OSError, subprocess.SubprocessError):
         return None
