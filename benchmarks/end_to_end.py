@@ -3,8 +3,8 @@
     python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-h200.json
 
 Llama2-7B's shape with random weights in bf16, layers compiled, activations recomputed, batches of examples as long as
-Alpaca's; the training loop is that of ``lowbit finetune``. Each optimizer runs in a process of its own; before them all a
-run that does not count fills the caches in which the model's compiled layers are found.
+Alpaca's; the training loop is that of ``lowbit finetune``. Each optimizer runs in a process of its own; before them
+all a run that does not count fills the caches in which the model's compiled layers are found.
 """
 
 import argparse
