@@ -45,8 +45,8 @@ def examples(count, seed=0):
     return found
 
 
-def model(layers):
-    """Llama2-7B on the GPU with random bf16 weights."""
+def model(layers, device="cuda"):
+    """Llama2-7B with random bf16 weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -57,17 +57,20 @@ def model(layers):
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(default)
 
 
+def options_of(steps, batch_size):
+    """How the training goes."""
+    return resolve(BenchOptions(steps=steps, batch_size=batch_size, lr=1e-5, compile=True, checkpointing=True))
+
+
 def measure(name, arguments):
     """One optimizer, in this process."""
-    options = resolve(
-        BenchOptions(steps=arguments.steps, batch_size=arguments.batch_size, lr=1e-5, compile=True, checkpointing=True)
-    )
+    options = options_of(arguments.steps, arguments.batch_size)
     network = model(arguments.layers)
     parameters = [p for p in network.parameters() if p.requires_grad]
     optimizer = peers.find(name).build(parameters, options.lr, (0.9, 0.999), 1e-8, 0.0, 0)

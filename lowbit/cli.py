@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lowbit.bench.recipes import recipe
 from lowbit.convert import TARGETS
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import PANELS, BenchOptions, EstimateOptions, FinetuneOptions
@@ -20,10 +21,15 @@ def command(options_class):
     """Make ``f(options)`` a command that takes the fields of a dataclass as options and calls ``f`` with it."""
 
     def register(f):
-        def run(**values):
-            f(options_class(**values))
+        def run(context, **values):
+            named = recipe(values["recipe"]) if values.get("recipe") else {}
+            given = {name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"}
+            if given & {"steps", "epochs"}:  # one instead of the other
+                given |= {"steps", "epochs"}
+            f(options_class(**values | {name: value for name, value in named.items() if name not in given}))
 
-        parameters = [
+        parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+        parameters += [
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,

@@ -61,7 +61,7 @@ def test_torch_is_fused_adamw():
 
 @pytest.mark.parametrize("text", ["9bit", "8bit+", "8bit+fp32", "torch+24bit", "+24bit", "torch,,nine"])
 def test_unknown_names_are_refused_with_those_there_are(text):
-    others = "torch, torch-fp32, bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, flashoptim"
+    others = ", ".join(peers.PEERS)
     with pytest.raises(UserError, match=rf"unknown optimizer .* choose from {others}, 8bit, fp8, 4bit"):
         peers.names(text)
 

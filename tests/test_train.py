@@ -119,21 +119,27 @@ def test_tokens_per_second_counts_tokens_without_padding_after_the_first_steps(m
     clock = iter(range(1000))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     throughput = timing.Throughput(2, torch.device("cpu"))  # reads 0
-    throughput.add(1000)
-    throughput.add(1000)  # reads 1: timed from here
-    throughput.add(30)
+    throughput.add(1000, 2000)
+    throughput.add(1000, 2000)  # reads 1: timed from here
+    throughput.add(30, 32)
     with throughput.pause():  # reads 2 and 3: one second that does not count
         pass
-    throughput.add(50)
-    assert throughput.rate() == 80 / (4 - 1 - 1)
+    throughput.add(50, 64)
+    assert throughput.rates() == (80 / (4 - 1 - 1), 96 / (4 - 1 - 1))
 
 
 def test_a_run_measures_the_tokens_of_its_examples(monkeypatch):
     data, counted = examples(), []
-    monkeypatch.setattr(timing.Throughput, "add", lambda self, tokens: counted.append(tokens))
+    monkeypatch.setattr(timing.Throughput, "add", lambda self, *tokens: counted.append(tokens))
     net = model()
     train(net, sgd(net), data, PAD, replace(CONFIG, steps=None, epochs=2.0))
-    assert len(counted) == 8 and sum(counted) == 2 * sum(len(example.input_ids) for example in data)
+    tokens, padded = (sum(column) for column in zip(*counted, strict=True))
+    assert len(counted) == 8 and tokens == 2 * sum(len(example.input_ids) for example in data)
+    assert padded == 4 * sum(
+        max(-(-len(data[i].input_ids) // 8) * 8 for i in chosen)
+        for epoch in range(2)
+        for chosen in batches(data, 4, CONFIG.seed, epoch, CONFIG.group_by_length)
+    )
 
 
 @pytest.mark.parametrize("name", ["torch", "8bit", "8bit+24bit", "4bit"])

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,7 +35,7 @@ def bench(options, console):
         raise UserError(f"{folder / report.JSON} is there already: give another --out, or add --overwrite or --resume")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as on Ctrl-C
     try:
-        run_all([None, *names], options, folder, found, console)
+        run_all(jobs(names, options), options, folder, found, console)
         found["complete"] = True
         status = 0 if any(row["status"] == "ok" for row in found["rows"][1:]) else 1
     except KeyboardInterrupt:
@@ -49,6 +49,12 @@ def bench(options, console):
     return status
 
 
+def jobs(names, options):
+    """``(optimizer, seed)`` of every run, in order: the model before (None) once, then all optimizers seed by seed."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    return [(None, options.seed), *((name, seed) for seed in seeds for name in names)]
+
+
 def begun(folder, options):
     """The report in a folder with the rows of optimizers that are done, to go on with; an empty one if there is none.
 
@@ -60,48 +66,48 @@ def begun(folder, options):
     try:
         found = json.loads(path.read_text())
         saved, rows = found["options"], [row for row in found["rows"] if row["status"] == "ok"]
+        rows = [{"seed": saved["seed"], **row} for row in rows]  # reports of one seed had none in their rows
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume: {path} can't be read ({error}): delete it, or give --overwrite") from error
-    check_options(saved, options, path, FREE - {"eval_data", "eval_limit", "device"})
+    check_options(saved, options, path, FREE - {"eval_data", "eval_limit", "tasks", "device"})
     return {"machine": found["machine"], "versions": found["versions"], "rows": rows}
 
 
 def run_all(jobs, options, folder, found, console):
     """Run the jobs whose rows are not there yet, one after another; the report is written after each."""
-    done = {row["optimizer"]: row for row in found["rows"]}
+    done = {(row["optimizer"], row["seed"]): row for row in found["rows"]}
+    keys = [(optimizer or report.NOT_TUNED, seed) for optimizer, seed in jobs]
     found["rows"] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         everything = progress.add_task("jobs", total=len(jobs), note=f"0 of {len(jobs)}")
-        for i, optimizer in enumerate(jobs):
-            name = optimizer or report.NOT_TUNED
-            if name in done:
-                found["rows"].append(done[name])
-                progress.update(everything, completed=i + 1, note=f"{i + 1} of {len(jobs)}")
-                continue
-            bar = progress.add_task(name, total=None, note="starting")
-            job = Job(optimizer, options, folder)
-            try:
-                for event in job.events():
-                    show(progress, bar, event, found)
-            except KeyboardInterrupt:
-                found["rows"] += [job.interrupted(name), *(done[later] for later in jobs[i + 1 :] if later in done)]
-                raise
-            row = job.row(name)
-            if i == 0 and job.user_error:  # the others would fail alike
-                raise UserError(row["reason"])
-            found["rows"].append(row)
-            write(folder, found, [done[later] for later in jobs[i + 1 :] if later in done])
-            if row["status"] == "ok":
-                job.clean()
-            progress.remove_task(bar)
+        for i, (optimizer, seed) in enumerate(jobs):
+            later = [done[key] for key in keys[i + 1 :] if key in done]
+            if keys[i] in done:
+                found["rows"].append(done[keys[i]])
+            else:
+                job = Job(optimizer, seed, options, folder)
+                try:
+                    follow(job, progress, found)
+                except KeyboardInterrupt:
+                    found["rows"] += [job.interrupted(), *later]
+                    raise
+                if i == 0 and job.user_error:  # the others would fail alike
+                    raise UserError(job.row()["reason"])
+                found["rows"].append(job.row())
+                report.write(folder, {**found, "rows": [*found["rows"], *later]})
+                if job.row()["status"] == "ok":
+                    job.clean()
+                progress.console.print(summary(job), soft_wrap=True)
             progress.update(everything, completed=i + 1, note=f"{i + 1} of {len(jobs)}")
-            progress.console.print(summary(row), soft_wrap=True)
 
 
-def write(folder, found, later):
-    """Write the report, with the rows of jobs that come ``later`` and are done."""
-    report.write(folder, {**found, "rows": [*found["rows"], *later]})
+def follow(job, progress, found):
+    """Run a job to its end, with a progress bar of its own."""
+    bar = progress.add_task(job.title, total=None, note="starting")
+    for event in job.events():
+        show(progress, bar, event, found)
+    progress.remove_task(bar)
 
 
 def show(progress, bar, event, found):
@@ -114,25 +120,30 @@ def show(progress, bar, event, found):
         found["machine"], found["versions"] = event["machine"], event["versions"]
 
 
-def summary(row):
+def summary(job):
     """A line for the terminal when a job has ended."""
+    row = job.row()
     if row["status"] != "ok":
-        return f"{row['optimizer']}: {row['status']}: {row['reason']}"
-    shown = [f"{header} {text}" for header, text in zip(report.HEADERS[1:], report.cells(row)[1:], strict=True)]
-    return f"{row['optimizer']}: " + ", ".join(text for text in shown if not text.endswith(" -"))
+        return f"{job.title}: {row['status']}: {row['reason']}"
+    shown = [f"{header} {text(row['result'].get(key))}" for header, key, text in report.COLUMNS]
+    return f"{job.title}: " + ", ".join(text for text in shown if not text.endswith(" -"))
 
 
 class Job:
     """A worker process, its events and its end."""
 
-    def __init__(self, optimizer, options, folder):
-        name = optimizer or report.NOT_TUNED.replace(" ", "-")
+    def __init__(self, optimizer, seed, options, folder):
+        self.optimizer, self.seed = optimizer or report.NOT_TUNED, seed
+        several = options.seeds > 1 and optimizer
+        self.title = f"{self.optimizer}, seed {seed}" if several else self.optimizer
+        name = self.optimizer.replace(" ", "-") + f"-seed{seed}" * bool(several)
         logs = folder / "jobs"
         logs.mkdir(parents=True, exist_ok=True)
         self.path, self.log = logs / f"{name}.json", logs / f"{name}.log"
         self.checkpoints = logs / f"{name}-checkpoints"
         if not options.resume:
             self.clean()
+        options = replace(options, seed=seed)
         work = {"options": asdict(options), "optimizer": optimizer, "checkpoints": str(self.checkpoints)}
         self.path.write_text(json.dumps(work, indent=1) + "\n")
         self.last, self.status = None, None
@@ -162,24 +173,28 @@ class Job:
         """Whether the worker failed for a reason that the user's options name."""
         return bool(self.last) and self.last["event"] == "failure" and self.last["user"]
 
-    def interrupted(self, name):
+    def interrupted(self):
         """The job's row if it was stopped on the way."""
         last = self.last or {}
         place = (
             f"{last['stage']}, {last['done']} of {last['total']}" if last.get("event") == "progress" else "the start"
         )
-        return {"optimizer": name, "status": "interrupted", "reason": f"in {place}", "result": {}}
+        return self._row("interrupted", f"in {place}", {})
 
-    def row(self, name):
+    def row(self):
         """The job's row of the report."""
         event = (self.last or {}).get("event")
         if event == "result":
-            result = {key: value for key, value in self.last.items() if key != "event"}
-            return {"optimizer": name, "status": "ok", "reason": None, "result": result}
+            return self._row("ok", None, {key: value for key, value in self.last.items() if key != "event"})
         if event == "failure":
             reason = self.last["reason"]
         elif self.status == -signal.SIGKILL:
             reason = "killed by the system, most likely out of memory: lower --batch-size or --max-length"
         else:
             reason = f"the worker ended with status {self.status}: see {self.log}"
-        return {"optimizer": name, "status": "failed", "reason": reason, "result": {}}
+        return self._row("failed", reason, {})
+
+    def _row(self, status, reason, result):
+        return {
+            "optimizer": self.optimizer, "seed": self.seed, "status": status, "reason": reason, "result": result,
+        }  # fmt: skip

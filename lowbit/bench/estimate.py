@@ -44,12 +44,15 @@ class Estimate:
 
 
 class Live(TorchDispatchMode):
-    """Follows the bytes of storages that are alive: ``now``, ``peak``, and the gradients' share of the peak."""
+    """Follows the bytes of storages that are alive: ``now``, ``peak``, and the gradients' share of the peak.
 
-    def __init__(self):
+    Storages of the ``others`` do not count, as those of weights, of which operations return views.
+    """
+
+    def __init__(self, others=()):
         super().__init__()
         self.now = self.peak = self.gradients = self.gradients_at_peak = 0
-        self.known = set()
+        self.known = {x.untyped_storage()._cdata for x in others}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -84,16 +87,16 @@ def largest_batch(examples, options, pad_id):
     batches = [micro for step in range(len(order.steps)) for micro in order[step]]
 
     def tokens(indices):
-        return len(indices) * max(len(examples[i].input_ids) for i in indices)
+        return len(indices) * max(len(order.examples[i].input_ids) for i in indices)
 
-    return collate([examples[i] for i in max(batches, key=tokens)], pad_id, "cpu")
+    return collate([order.examples[i] for i in max(batches, key=tokens)], pad_id, "cpu")
 
 
 def passes(model, batch, options, autocast):
     """``(gradients, all else)`` in bytes where most is alive in a forward and backward pass; ``model`` is fake."""
     labels = batch["labels"][:, 1:]
     rows, columns = (labels != -100).nonzero(as_tuple=True)
-    live = Live()
+    live = Live([*model.parameters(), *model.buffers()])
     hooks = [p.register_post_accumulate_grad_hook(live.count_gradient) for p in model.parameters() if p.requires_grad]
     mode = next(model.parameters()).fake_mode
     ids, rows, columns, targets = (
@@ -144,7 +147,7 @@ def estimate(options):
 
 def _batch(tokenizer, options):
     records = load_records(options.data)
-    train, _ = split(records, min(options.held_out, len(records) // 10), options.seed)
+    train, _ = split(records, min(options.held_out, len(records) // 10))
     examples = tokenize(train, tokenizer, options.max_length, options.train_on_all)
     if not examples:
         raise UserError("there is no example to train on: give more records to --data, or a larger --max-length")

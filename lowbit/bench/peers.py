@@ -59,6 +59,17 @@ def other(module, name, install, state_bytes=None, **own):
     return Peer(build, state_bytes=state_bytes)
 
 
+def lpmm_4bit(params, lr, betas, eps, weight_decay, seed):
+    """``lpmm.optim.AdamW`` of https://github.com/thu-ml/low-bit-optimizers; its kernel takes fp32 and fp16 weights."""
+    import torch
+
+    params = list(params)
+    if any(p.dtype == torch.bfloat16 for p in params):
+        raise UserError("lpmm has no bf16 weights: leave it out, or give --dtype float32")
+    install = "git+https://github.com/thu-ml/low-bit-optimizers"
+    return other("lpmm.optim", "AdamW", install).build(params, lr, betas, eps, weight_decay, seed)
+
+
 PEERS = {
     "torch": Peer(torch_adamw, state_bytes=twice),
     "torch-fp32": Peer(torch_adamw, fp32_weights=True, state_bytes=twice),
@@ -69,6 +80,9 @@ PEERS = {
     "flashoptim": other(
         "flashoptim", "FlashAdamW", "flashoptim", blocks(8, 64, 3.125, more=1.0), master_weight_bits=24
     ),
+    "flashoptim-bf16": other("flashoptim", "FlashAdamW", "flashoptim", blocks(8, 64, 2.125), master_weight_bits=None),
+    "torchao-8bit-nearest": other("torchao.optim", "AdamW8bit", "torchao", blocks(8, 256)),
+    "lpmm-4bit": Peer(lpmm_4bit, state_bytes=blocks(4, 128)),
 }
 
 

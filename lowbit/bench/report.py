@@ -4,7 +4,10 @@ import json
 import os
 from pathlib import Path
 
-NOT_TUNED = "not fine-tuned"
+from lowbit.bench.statistics import NOT_TUNED, difference, grouped, reference
+
+__all__ = ["JSON", "MARKDOWN", "NOT_TUNED", "write"]
+
 JSON, MARKDOWN, PLOT, MEMORY_PLOT = "report.json", "report.md", "loss.png", "memory.png"
 PARTS = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}  # of memory, and what is left
 REST = {True: "activations, temporaries", False: "the rest of the process"}  # on a GPU, on a CPU
@@ -16,7 +19,7 @@ def number(form, scale=1.0):
     return lambda value: "-" if value is None else form.format(value / scale)
 
 
-# header, key in a row's result, text of its value
+# header, key in a run's result, text of its value
 COLUMNS = (
     ("max memory (MiB)", "max_memory", number("{:,.0f}", 2**20)),
     ("state (B/param)", "state_bytes_per_param", number("{:.2f}")),
@@ -27,13 +30,34 @@ COLUMNS = (
     ("first step (s)", "optimizer_first_step", number("{:.3f}")),
 )
 HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
+QUALITY = ("held_out_loss", "mc1", "mc2")  # that runs of two optimizers are compared by
+NO_SPREAD = ("state_bytes_per_param",)  # the same for every seed
 
 
-def cells(row):
-    """Texts of a row, the optimizer first; a row that failed has its reason instead of numbers."""
-    if row["status"] != "ok":
-        return [row["optimizer"], f"{row['status']}: {row['reason']}"]
-    return [row["optimizer"], *(text(row["result"].get(key)) for _, key, text in COLUMNS)]
+def cells(group, join=" ± "):
+    """Texts of an optimizer's line: its name and means, with standard deviations over seeds; or why it has none."""
+    if group.status != "ok":
+        return [group.optimizer, f"{group.status}: {group.reason}"]
+    return [group.optimizer, *(_cell(group, key, text, join) for _, key, text in COLUMNS)]
+
+
+def _cell(group, key, text, join):
+    sd = None if key in NO_SPREAD else group.sd(key)
+    return text(group.mean(key)) + ("" if sd is None else join + text(sd))
+
+
+def compared(report):
+    """``(optimizer, {key: Difference})`` of each optimizer to the first, where there are two seeds or more."""
+    groups = grouped(report)
+    first = reference(groups)
+    if first is None or len(first.results) < 2:
+        return []
+    found = [(group.optimizer, {key: difference(group, first, key) for key in QUALITY}) for group in groups]
+    return [
+        (name, {key: value for key, value in each.items() if value and value.seeds > 1})
+        for name, each in found
+        if name not in (first.optimizer, NOT_TUNED)
+    ]
 
 
 _BUILTIN = (
@@ -61,6 +85,7 @@ def footnotes(report):
         "truthfulqa_mc2 of lm-eval.",
         *_BUILTIN[: options["data"] == "builtin"],
         "*first step*: the first call of optimizer.step(), allocation and compilation included.",
+        *["*±*: standard deviation of a run, over seeds."] * (options.get("seeds", 1) > 1),
         "All optimizers start from the same weights and see the same data in the same order; each runs in a process of "
         "its own.",
     ]
@@ -75,13 +100,21 @@ def terminal_table(report):
     table.add_column(HEADERS[0], no_wrap=True)
     for header in HEADERS[1:]:  # a unit below its name, so that the table fits 80 columns
         table.add_column(header.replace(" (", "\n(").replace("held-out ", "held-out\n"), justify="right", no_wrap=True)
-    failed = []
-    for row in report["rows"]:
-        name, *rest = cells(row)
-        table.add_row(name, *(rest if row["status"] == "ok" else [row["status"]]))
-        failed += [] if row["status"] == "ok" else [f"{name} {rest[0]}"]
-    table.caption = "\n".join(failed) or None
+    for group in grouped(report):
+        name, *rest = cells(group, "\n±")
+        table.add_row(name, *(rest if group.status == "ok" else [group.status]))
+    table.caption = "\n".join(failures(report)) or None
     return table
+
+
+def failures(report):
+    """A line for each run that was not measured."""
+    several = report["options"].get("seeds", 1) > 1
+    return [
+        row["optimizer"] + f", seed {row['seed']}" * several + f" {row['status']}: {row['reason']}"
+        for row in report["rows"]
+        if row["status"] != "ok"
+    ]
 
 
 def title(report):
@@ -89,7 +122,8 @@ def title(report):
     options = report["options"]
     length = f"{options['steps']} steps" if options["steps"] else f"{options['epochs']:g} epochs"
     batch = options["batch_size"] * options["grad_accum"]
-    return f"{options['model']} on {options['data']}, {length} of batch {batch}, lr {options['lr']:g}"
+    seeds = f", {options['seeds']} seeds" if options.get("seeds", 1) > 1 else ""
+    return f"{options['model']} on {options['data']}, {length} of batch {batch}, lr {options['lr']:g}{seeds}"
 
 
 def markdown(report):
@@ -98,10 +132,10 @@ def markdown(report):
     if not report["complete"]:
         lines += ["**Not complete:** the run was interrupted or is still going on.", ""]
     lines += ["| " + " | ".join(HEADERS) + " |", "|---" + "|--:" * len(COLUMNS) + "|"]
-    for row in report["rows"]:
-        texts = [text.replace("|", "\\|") for text in cells(row)]
+    for group in grouped(report):
+        texts = [text.replace("|", "\\|") for text in cells(group)]
         lines.append("| " + " | ".join(texts + [""] * (len(HEADERS) - len(texts))) + " |")
-    lines += ["", *(f"- {note}" for note in footnotes(report)), ""]
+    lines += ["", *(f"- {note}" for note in footnotes(report)), "", *comparison_table(report)]
     if any(curve(row) for row in report["rows"]):
         lines += [f"![Training loss of each optimizer]({PLOT})", ""]
     lines += memory_table(report)
@@ -113,10 +147,38 @@ def markdown(report):
     return "\n".join(lines)
 
 
+def comparison_table(report):
+    """Lines of Markdown: differences to the first optimizer over seeds, each with the p-value of a paired test."""
+    found = compared(report)
+    if not found:
+        return []
+    first, texts = reference(grouped(report)).optimizer, dict((key, text) for _, key, text in COLUMNS)
+    heads = [f"{header}, p" for header, key, _ in COLUMNS if key in QUALITY]
+    lines = [
+        f"## Against {first}",
+        "",
+        "| optimizer | seeds | " + " | ".join(heads) + " |",
+        "|---" * 2 + "|--:" * 3 + "|",
+    ]
+    for name, each in found:
+        shown = [
+            f"{'+' * (each[key].mean >= 0)}{texts[key](each[key].mean)} ± {texts[key](each[key].sd)}, {each[key].p:.2g}"
+            if key in each
+            else "-"
+            for key in QUALITY
+        ]
+        seeds = max((value.seeds for value in each.values()), default=0)
+        lines.append(f"| {name} | {seeds} | " + " | ".join(shown) + " |")
+    return [*lines, "", "- mean ± standard deviation of the difference at one seed; *p*: Student's paired test.", ""]
+
+
 def memories(report):
-    """``(optimizer, {part: bytes})`` of the rows that trained."""
-    rows = [(row["optimizer"], row["result"].get("memory")) for row in report["rows"] if row["status"] == "ok"]
-    return [(name, memory) for name, memory in rows if memory]
+    """``(optimizer, {part: bytes})`` of the optimizers that trained, by their first seed."""
+    found = {}
+    for row in report["rows"]:
+        if row["status"] == "ok" and row["result"].get("memory"):
+            found.setdefault(row["optimizer"], row["result"]["memory"])
+    return list(found.items())
 
 
 def memory_parts(report):
@@ -161,11 +223,14 @@ def plot(report, path):
     if not curves:
         return
     figure, axes = blank((8, 5))
-    for i, (name, points) in enumerate(curves):
+    names = list(dict.fromkeys(name for name, _ in curves))
+    for name, points in curves:
+        i, first = names.index(name), name not in axes.get_legend_handles_labels()[1]
         steps, losses = zip(*points, strict=True)
         color = f"C{i % 10}"
         axes.plot(steps, losses, color=color, alpha=0.12, linewidth=0.8)
-        axes.plot(steps, smoothed(losses), color=color, label=name, linestyle=("-", "--", ":")[i % 3])
+        style = {"linestyle": ("-", "--", ":")[i % 3], "linewidth": 1.5 if first else 0.7}
+        axes.plot(steps, smoothed(losses), color=color, label=name if first else None, **style)
     axes.set(xlabel="step", ylabel="training loss (smoothed)", title=title(report))
     axes.grid(alpha=0.3)
     axes.legend()

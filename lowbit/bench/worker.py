@@ -17,6 +17,13 @@ from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import BenchOptions
 
 
+def log_folder(options, optimizer, folder):
+    """Where the job logs: by the name of the folder of its checkpoints, that of its run."""
+    if folder is None:
+        return Path(options.out) / "logs" / str(optimizer)
+    return Path(folder).parent.parent / "logs" / Path(folder).name.removesuffix("-checkpoints")
+
+
 def run_job(options, optimizer, emit, folder=None):
     """Train with the named optimizer (None: don't) and evaluate; returns the result as plain values.
 
@@ -24,10 +31,13 @@ def run_job(options, optimizer, emit, folder=None):
     newest there is where training goes on.
     """
     from lowbit.bench import machine, peers
-    from lowbit.finetune import checkpoints
+    from lowbit.finetune import checkpoints, loggers
     from lowbit.finetune.run import evaluate, fit, prepare
 
-    emit("progress", stage="loading", done=0, total=1, loss=None)
+    def progress(stage, done=0, total=1, loss=None):
+        emit("progress", stage=stage, done=done, total=total, loss=loss)
+
+    progress("loading")
     peer = peers.find(optimizer) if optimizer else None
     begun = folder is not None and checkpoints.whole(folder)
     checkpoint = checkpoints.newest(folder, options) if begun else None
@@ -39,16 +49,17 @@ def run_job(options, optimizer, emit, folder=None):
         "held_out_examples": len(setup.held_out),
         "questions": len(setup.questions),
     }
-    if peer:
-        measured, _ = fit(
-            setup, peer, options, folder,
-            lambda run: emit("progress", stage="training", done=run.step, total=run.total, loss=run.loss), checkpoint,
-        )  # fmt: skip
-        result |= asdict(measured)
-    emit("progress", stage="evaluation", done=0, total=1, loss=None)
-    result |= evaluate(
-        setup, options, lambda done, total: emit("progress", stage="evaluation", done=done, total=total, loss=None)
-    )
+    with loggers.opened(options, log_folder(options, optimizer, folder), checkpoint) as log:
+        if peer:
+            measured, _ = fit(
+                setup, peer, options, folder, lambda run: progress("training", run.step, run.total, run.loss),
+                checkpoint, log=log,
+            )  # fmt: skip
+            result |= asdict(measured)
+        progress("evaluation")
+        evaluation = evaluate(setup, options, lambda done, total: progress("evaluation", done, total))
+        log.write(result.get("steps", 0), evaluation)
+    result |= evaluation
     loss = result["held_out_loss"]
     if loss is not None and not math.isfinite(loss):
         raise UserError(f"the held-out loss is {loss}: lower --lr or lengthen --warmup")

@@ -19,8 +19,8 @@ STATE, OPTIONS = "training.pt", "options.json"
 SHARDS = "optimizer"  # folder of the optimizer's state, if several processes saved it
 # may change at a resume
 FREE = {
-    "out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "replicas", "optimizers",
-    "overwrite",
+    "out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "tasks", "replicas", "optimizers",
+    "overwrite", "seeds", "diagnostics", "loggers", "log_peak_memory",
 }  # fmt: skip
 
 

@@ -54,8 +54,15 @@ def finetune(options, console):
 def _print(result, evaluation, saved, console):
     if result.tokens_per_second:
         console.print(f"{result.tokens_per_second:,.0f} tokens/s, max memory {result.max_memory / 2**20:,.0f} MiB")
-    console.print("  ".join(f"{name} {value:.4f}" for name, value in evaluation.items() if value is not None))
+    tasks = evaluation["tasks"] or {}
+    console.print(_numbers({name: value for name, value in evaluation.items() if name != "tasks"}))
+    for name, values in tasks.items():
+        console.print(f"{name}: {_numbers(values)}")
     console.print(f"Saved: {saved}", soft_wrap=True)
+
+
+def _numbers(values):
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
 
 
 def _interrupted(options):

@@ -12,6 +12,7 @@ from lowbit.finetune.sources import read
 
 IGNORED = -100  # label of a token that has no loss
 MEGABATCH = 50  # batches sorted by length together: https://github.com/huggingface/transformers (LengthGroupedSampler)
+SPLIT_SEED = 2024  # of the records set aside, which are the same for every --seed
 MULTIPLE = 8  # padded lengths are multiples of it
 
 # https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py
@@ -31,10 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Example:
-    """A record as tokens; ``labels`` are ``input_ids`` where a token has a loss and -100 elsewhere."""
+    """A record as tokens; ``labels`` are ``input_ids`` where a token has a loss and -100 elsewhere.
+
+    ``lengths`` are those of the records in it, where :func:`lowbit.finetune.packing.pack` joined several.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    lengths: tuple[int, ...] | None = None
 
     @cached_property
     def targets(self):
@@ -73,11 +78,11 @@ def _record(row, where):
     return record
 
 
-def split(records, held_out, seed):
-    """``(train, held_out)``: ``held_out`` records set aside at random, decided by ``seed``; both keep their order."""
+def split(records, held_out):
+    """``(train, held_out)``: ``held_out`` records set aside at random, the same in every run; both keep their order."""
     if not 0 <= held_out < len(records):
         raise UserError(f"--held-out {held_out} of {len(records)} records leaves none to train on: lower it")
-    chosen = set(random.Random(seed).sample(range(len(records)), held_out))
+    chosen = set(random.Random(SPLIT_SEED).sample(range(len(records)), held_out))
     return (
         [record for i, record in enumerate(records) if i not in chosen],
         [record for i, record in enumerate(records) if i in chosen],
@@ -131,17 +136,31 @@ def batches(examples, batch_size, seed, epoch, group_by_length=True):
     return [grouped[i] for i in torch.randperm(len(grouped), generator=generator).tolist()]
 
 
+def padded_length(examples):
+    """Tokens of a row in a batch of examples: the most that one has, up to a multiple of 8."""
+    length = max(len(example.input_ids) for example in examples)
+    return length + -length % MULTIPLE
+
+
 def collate(examples, pad_id, device):
     """Examples as int64 tensors ``input_ids``, ``attention_mask``, ``labels`` of shape [examples, length].
 
-    Padded on the right with ``pad_id``, 0 and -100, to a multiple of 8.
+    Padded on the right with ``pad_id``, 0 and -100, to a multiple of 8. Packed ones have ``position_ids`` in place of
+    ``attention_mask``: from 0 for each record and for the padding, by which transformers keeps them apart.
     """
-    length = max(len(example.input_ids) for example in examples)
-    length += -length % MULTIPLE
+    length = padded_length(examples)
     fill = {"input_ids": pad_id, "attention_mask": 0, "labels": IGNORED}
     rows = {name: [] for name in fill}
     for example in examples:
         parts = (example.input_ids, [1] * len(example.input_ids), example.labels)
         for (name, pad), part in zip(fill.items(), parts):
             rows[name].append(part + [pad] * (length - len(part)))
+    if examples[0].lengths:
+        del rows["attention_mask"]
+        rows["position_ids"] = [_positions(example.lengths, length) for example in examples]
     return {name: torch.tensor(values, device=device) for name, values in rows.items()}
+
+
+def _positions(lengths, length):
+    """Positions of packed records of these lengths and of the padding up to ``length``."""
+    return [i for count in (*lengths, length - sum(lengths)) for i in range(count)]

@@ -44,6 +44,19 @@ def _peak_of_life():
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def peaks(device):
+    """``{name: GiB}`` of the peak until now: of tensors and of what is reserved on a GPU, of the process on a CPU.
+
+    The names of the first two are torchtune's.
+    """
+    if device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(device)
+        found = {"peak_memory_alloc": peak_bytes(device), "peak_memory_reserved": reserved}
+    else:
+        found = {"peak_memory_resident": peak_bytes(device)}
+    return {name: size / 2**30 for name, size in found.items()}
+
+
 def parts(model, optimizer, peak):
     """What the bytes of a peak are: weights, gradients of those that train, optimizer state, and the rest.
 

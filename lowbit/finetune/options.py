@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from lowbit.finetune.errors import UserError
 
 PANELS = MODEL, TRAINING, SPEED, RUN = "Model and data", "Training", "Speed and memory", "Run"
+LOGGERS = ("tensorboard", "wandb", "trackio", "jsonl")
 SCHEDULES = ("cosine", "linear", "constant")
 DTYPES = ("bfloat16", "float32")
 
@@ -19,11 +20,16 @@ def option(default, help, panel):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train: a step takes ``batch_size * grad_accum`` examples; what is None is decided by :func:`resolve`."""
+    """How to train: a step takes ``batch_size * grad_accum`` examples, or rows of several with ``packing``.
+
+    What is None is decided by :func:`resolve`.
+    """
 
     epochs: float | None = option(None, "Passes over the training data. [1; built-in model: its own]", TRAINING)
     steps: int | None = option(None, "Optimizer steps, instead of --epochs.", TRAINING)
-    batch_size: int | None = option(None, "Examples per micro-batch. [16; built-in: its own]", TRAINING)
+    batch_size: int | None = option(
+        None, "Examples, with --packing rows, per micro-batch. [16; built-in: its own]", TRAINING
+    )
     grad_accum: int = option(1, "Micro-batches per optimizer step.", TRAINING)
     max_length: int | None = option(None, "Tokens of an example; the rest is cut. [512; built-in: its own]", TRAINING)
     lr: float | None = option(None, "Peak learning rate. [1e-4; built-in: its own]", TRAINING)
@@ -35,10 +41,12 @@ class TrainConfig:
     eps: float = option(1e-8, "Added to the root of the second moment.", TRAINING)
     clip: float = option(1.0, "Largest norm of the gradient; 0 does not clip.", TRAINING)
     group_by_length: bool = option(True, "Batches of examples of like length: less padding.", SPEED)
+    packing: bool = option(False, "Fill rows of --max-length tokens with several examples, kept apart.", SPEED)
     checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, slower.", SPEED)
     compile: bool = option(False, "Compile the layers of the model with torch.compile.", SPEED)
-    seed: int = option(2024, "Seed of the data order, the held-out records and the dither.", RUN)
+    seed: int = option(2024, "Seed of the data order and the dither.", RUN)
     log_every: int = option(10, "Steps between reports of the loss.", RUN)
+    diagnostics: bool = option(False, "Measure the largest update and the share of stuck state at each report.", RUN)
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,23 @@ class Options(TrainConfig):
     eval_data: str = option("builtin", "Multiple choice: TruthfulQA's mc_task.json, 'builtin', or 'none'.", MODEL)
     eval_limit: int | None = option(None, "Ask only the first N questions.", MODEL)
     held_out: int = option(500, "Records set aside for the held-out loss, at most a tenth of the data.", MODEL)
+    tasks: str = option("", "Also evaluate on lm-evaluation-harness: names, .yaml files, folders; commas.", MODEL)
     train_on_all: bool = option(False, "Take the loss on the prompt too, not on the response only.", MODEL)
+    liger: bool = option(False, "Liger kernels for norms, rotary positions and SwiGLU; needs a GPU.", SPEED)
     dtype: str = option("bfloat16", "Weights and activations: bfloat16 or float32.", SPEED)
     replicas: int = option(1, "Under torchrun, replicas of the model, each sharded over its processes.", SPEED)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, ...", SPEED)
+    loggers: str = option("", "Where to log, separated by commas: tensorboard, wandb, trackio, jsonl.", RUN)
+    log_peak_memory: bool = option(False, "Log the peak of memory too, in GiB.", RUN)
 
 
 @dataclass(frozen=True)
 class BenchOptions(Options):
     """What ``lowbit bench`` takes."""
 
+    recipe: str = option("", "A run with a name: llama2-7b-alpaca or smollm2-alpaca; other options go before.", RUN)
     optimizers: str = option("torch,torch-fp32,8bit,4bit,8bit+nearest", "Names, separated by commas.", RUN)
+    seeds: int = option(1, "Runs of each optimizer, with seeds --seed, --seed + 1, ...", RUN)
     out: str = option("lowbit-bench", "Folder of the report.", RUN)
     overwrite: bool = option(False, "Replace a report that is already in --out.", RUN)
     save_every: int | None = option(None, "Steps between checkpoints of a run, for --resume; none without.", RUN)
@@ -84,6 +98,11 @@ class FinetuneOptions(Options):
     out: str = option("lowbit-finetune", "Folder of the checkpoints.", RUN)
     save_every: int | None = option(None, "Steps between checkpoints; the last step is always saved.", RUN)
     resume: bool = option(False, "Go on from the newest checkpoint in --out.", RUN)
+
+
+def listed(text):
+    """The names in a list separated by commas, in order and once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def resolve(options):
@@ -117,11 +136,12 @@ def check(options):
 _RULES = (
     (("epochs", "lr", "bandwidth"), lambda x: 0 < x < float("inf"), "a number above 0"),
     (("steps", "batch_size", "grad_accum", "eval_limit"), lambda x: x >= 1, "at least 1"),
-    (("save_every", "log_every", "replicas", "gpus"), lambda x: x >= 1, "at least 1"),
+    (("save_every", "log_every", "replicas", "gpus", "seeds"), lambda x: x >= 1, "at least 1"),
     (("max_length",), lambda x: x >= 8, "at least 8"),
     (("warmup", "weight_decay", "eps", "clip"), lambda x: 0 <= x < float("inf"), "a number from 0 on"),
     (("seed", "held_out"), lambda x: x >= 0, "a number from 0 on"),
     (("beta1", "beta2"), lambda x: 0 <= x < 1, "a number in [0, 1)"),
+    (("loggers",), lambda x: set(listed(x)) <= set(LOGGERS), "some of " + ", ".join(LOGGERS) + ", separated by commas"),
     (("schedule",), SCHEDULES.__contains__, "one of " + ", ".join(SCHEDULES)),
     (("dtype",), DTYPES.__contains__, "one of " + ", ".join(DTYPES)),
 )

@@ -80,7 +80,12 @@ def layers(model):
 
 def share(indices):
     """This process's part of a micro-batch; none of it may be left if it is short."""
-    return indices[rank() :: count()]
+    return shares(indices)[rank()]
+
+
+def shares(indices):
+    """The parts of a micro-batch, one for each process."""
+    return [indices[start :: count()] for start in range(count())]
 
 
 def add_up(x):

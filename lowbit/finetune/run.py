@@ -3,11 +3,12 @@
 import hashlib
 from array import array
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from lowbit.bench import peers
-from lowbit.finetune import checkpoints, processes
+from lowbit.finetune import checkpoints, harness, liger, loggers, processes
 from lowbit.finetune.data import load_records, split, tokenize
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.evaluation import held_out_loss, load_questions, multiple_choice
@@ -27,6 +28,7 @@ class Setup:
     held_out: list
     questions: list
     autocast: torch.dtype | None = None  # dtype to compute in where the weights are wider
+    tasks: harness.Tasks | None = None
 
     @property
     def pad_id(self):
@@ -43,11 +45,13 @@ class Setup:
 
 def prepare(options, peer=None, checkpoint=None):
     """Load everything that :class:`Options` name, with the weights that ``peer`` trains, of a checkpoint if given."""
+    loggers.check(options)
     device = device_of(options)
     dtype = getattr(torch, options.dtype)
     records = load_records(options.data)
-    train_records, held_out = split(records, min(options.held_out, len(records) // 10), options.seed)
+    train_records, held_out = split(records, min(options.held_out, len(records) // 10))
     questions = [] if options.eval_data == "none" else load_questions(options.eval_data)[: options.eval_limit]
+    tasks = harness.find(options.tasks)
     wide = peer is not None and peer.fp32_weights
     place = device if processes.count() == 1 else "cpu"  # from where shards come to their devices
     if checkpoint:
@@ -58,12 +62,14 @@ def prepare(options, peer=None, checkpoint=None):
         model, tokenizer = load_model(options.model, dtype=dtype, device=place, seed=options.seed)
     if wide:
         cast(model, torch.float32)  # from the weights that the others start from, rounded to --dtype like theirs
+    if options.liger:
+        liger.apply(model, device)
     processes.shard(model, device.type, options.replicas)
     examples, tests = (
         tokenize(part, tokenizer, options.max_length, options.train_on_all) for part in (train_records, held_out)
     )
     return Setup(
-        model, tokenizer, device, examples, tests, questions, dtype if wide and dtype != torch.float32 else None
+        model, tokenizer, device, examples, tests, questions, dtype if wide and dtype != torch.float32 else None, tasks
     )
 
 
@@ -75,9 +81,12 @@ def build_optimizer(peer, model, options):
 
 
 def evaluate(setup, options, progress=None):
-    """``{"held_out_loss", "mc1", "mc2"}``, None where there is nothing to evaluate on; ``progress(done, total)``."""
+    """``{"held_out_loss", "mc1", "mc2", "tasks"}``, None where there is nothing to evaluate on.
+
+    ``tasks`` is as :func:`lowbit.finetune.harness.run` returns it. ``progress(done, total)`` counts answers.
+    """
     setup.model.eval()
-    result = {"held_out_loss": None, "mc1": None, "mc2": None}
+    result = {"held_out_loss": None, "mc1": None, "mc2": None, "tasks": None}
     with torch.no_grad(), torch.autocast(setup.device.type, setup.autocast, enabled=setup.autocast is not None):
         if setup.held_out:
             result["held_out_loss"] = held_out_loss(
@@ -85,6 +94,11 @@ def evaluate(setup, options, progress=None):
             )
         if setup.questions:
             result |= multiple_choice(setup.model, setup.tokenizer, setup.questions, progress=progress)
+    if setup.tasks:
+        result["tasks"] = harness.run(
+            setup.tasks, setup.model, setup.tokenizer, batch_size=options.batch_size, limit=options.eval_limit,
+            autocast=setup.autocast,
+        )  # fmt: skip
     return result
 
 
@@ -108,14 +122,18 @@ def _finetune(options, on_start, on_step):
     setup = prepare(options, peer, checkpoint)
     if on_start:
         on_start(setup)
-    result, saved = fit(setup, peer, options, options.out, on_step, checkpoint, save_last=True)
-    return result, evaluate(setup, options), saved
+    with loggers.opened(options, Path(options.out) / "logs" / options.optimizer, checkpoint) as log:
+        result, saved = fit(setup, peer, options, options.out, on_step, checkpoint, save_last=True, log=log)
+        evaluation = evaluate(setup, options)
+        log.write(result.steps, evaluation or {})
+    return result, evaluation, saved
 
 
-def fit(setup, peer, options, folder, on_step=None, checkpoint=None, save_last=False):
+def fit(setup, peer, options, folder, on_step=None, checkpoint=None, save_last=False, log=None):
     """Train from the start or from a checkpoint; returns ``(TrainResult, path of the last checkpoint or None)``.
 
     Saves into ``folder`` every ``options.save_every`` steps, if that is set, and after the last if ``save_last``.
+    What is measured on the way goes to ``log``, a :class:`lowbit.finetune.loggers.Log`.
     """
     fingerprint = setup.fingerprint()
     state = checkpoints.load_state(checkpoint, fingerprint) if checkpoint else None
@@ -125,6 +143,8 @@ def fit(setup, peer, options, folder, on_step=None, checkpoint=None, save_last=F
         nonlocal saved
         if on_step:
             on_step(run)
+        if log:
+            log.step(run)
         due = options.save_every and run.step % options.save_every == 0 and run.step < run.total
         if due or (save_last and run.step == run.total):
             with run.throughput.pause():

@@ -48,32 +48,62 @@ def synchronize(device):
 
 
 class Throughput:
-    """Unpadded tokens a second, from the end of step ``skip`` on, pauses (as for saving) not counted."""
+    """Tokens a second, without and with padding, from the end of step ``skip`` on; pauses, as for saving, don't count.
 
-    def __init__(self, skip, device):
+    ``before`` are the seconds of the training that this one goes on from.
+    """
+
+    def __init__(self, skip, device, before=0.0):
         self.skip, self.device = skip, device
-        self.tokens = self.steps = 0
+        self.tokens = self.padded = self.steps = 0
+        self.all_tokens = 0  # without padding, of all steps
         self.start = self._now()
+        self.begin = self.start - before
+        self.paused = None  # since when
+        self.last = (before, 0)  # seconds and tokens of the last lap
 
     def _now(self):
         synchronize(self.device)
         return time.perf_counter()
 
-    def add(self, tokens):
-        """Count a step."""
+    def add(self, tokens, padded):
+        """Count a step of so many ``tokens``, ``padded`` with the padding."""
         self.steps += 1
+        self.all_tokens += tokens
         if self.steps > self.skip:
             self.tokens += tokens
+            self.padded += padded
         elif self.steps == self.skip:
             self.start = self._now()
 
     @contextmanager
-    def pause(self):
-        """Time that is not the training's, as for saving."""
-        begin = self._now()
-        yield
-        self.start += time.perf_counter() - begin
+    def pause(self, short=False):
+        """Time that is not the training's, as for saving.
 
-    def rate(self):
-        """Tokens a second until now; None if no step was counted."""
-        return self.tokens / (self._now() - self.start) if self.tokens else None
+        On a GPU a ``short`` one is counted: waiting for the device would take more than what is done in it.
+        """
+        if short and self.device.type == "cuda":
+            yield
+            return
+        self.paused = self._now()
+        yield
+        length = time.perf_counter() - self.paused
+        self.start += length
+        self.begin += length
+        self.paused = None
+
+    def seconds(self):
+        """Seconds of all steps until now, without waiting for the device."""
+        return (time.perf_counter() if self.paused is None else self.paused) - self.begin
+
+    def lap(self):
+        """Tokens without padding a second since the last call, or since the start."""
+        last, self.last = self.last, (self.seconds(), self.all_tokens)
+        return (self.last[1] - last[1]) / (self.last[0] - last[0])
+
+    def rates(self):
+        """``(tokens, padded tokens)`` a second until now; None each if no step was counted."""
+        if not self.tokens:
+            return None, None
+        seconds = self._now() - self.start
+        return self.tokens / seconds, self.padded / seconds
