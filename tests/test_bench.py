@@ -89,7 +89,8 @@ ROWS = [
             "max_memory": 3 * 2**30,
             "memory": {"weights": 2**30, "gradients": 2**29, "state": 2**28, "rest": 5 * 2**28},
             "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "mc1": 0.25,
-            "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "steps_not_timed": 5, "steps": 40,
+            "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "optimizer_step": 0.25,
+            "model_first_step": 61.0, "model_step": 1.0, "steps_not_timed": 5, "steps": 40,
             "losses": [(step, 8.0 / step) for step in range(1, 41)], "held_out_examples": 500, "questions": 817,
         },
     },
@@ -109,11 +110,12 @@ def test_table_of_the_report():
     lines = report.markdown(finished()).splitlines()
     assert lines[0] == "# m on d, 40 steps of batch 8, lr 0.0001"
     assert lines[2:7] == [
-        "| optimizer | max memory (MiB) | state (B/param) | tokens/s | held-out loss | mc1 | mc2 | first step (s) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-        "| not fine-tuned | - | - | - | 8.2500 | - | 0.500 | - |",
-        "| 8bit | 3,072 | 2.06 | 12,346 | 1.6995 | 0.250 | 0.406 | 1.250 |",
-        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |",
+        "| optimizer | max memory (MiB) | state (B/param) | tokens/s | held-out loss | mc1 | mc2 "
+        "| model compile (s) | optimizer compile (s) |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| not fine-tuned | - | - | - | 8.2500 | - | 0.500 | - | - |",
+        "| 8bit | 3,072 | 2.06 | 12,346 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 |",
+        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |  |",
     ]
     text = "\n".join(lines)
     assert "largest resident memory" in text and "without padding" in text and "the first 5 steps" in text
@@ -124,7 +126,7 @@ def test_table_of_the_report():
 
 def test_files_of_the_report(tmp_path):
     report.write(tmp_path, finished())
-    names = {"report.json", "report.md", "loss.png", "memory.png"}
+    names = {"report.json", "report.md", "report.html", "loss.png", "memory.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "report.json").read_text())["rows"][1]["result"]["losses"][3] == [4, 2.0]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names if name.endswith("png"))
@@ -139,6 +141,15 @@ def test_what_the_memory_consists_of():
         "| 8bit | 1,024 | 512 | 256 | 1,280 |",
     ]
     assert "the rest of the process" in report.markdown(finished())
+
+
+def test_tasks_of_lm_eval():
+    result = {"tasks": {"arc": {"acc": 0.25, "acc_stderr": 0.125}, "words": {"ppl": 3.0}}}
+    rows = [{"optimizer": "8bit", "seed": seed, "status": "ok", "reason": None, "result": result} for seed in (1, 2)]
+    rows[1] = rows[1] | {"result": {"tasks": {"arc": {"acc": 0.75, "acc_stderr": 0.375}}}}
+    lines = report.markdown(finished() | {"rows": rows}).splitlines()
+    place = lines.index("## Tasks of lm-eval")
+    assert lines[place + 2] == "| optimizer | arc |" and lines[place + 4] == "| 8bit | 0.5000 ± 0.2500 |"
 
 
 def test_smoothing_keeps_a_constant_and_weighs_the_past():

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowbit.bench import peers, report
+from lowbit.bench.statistics import value
 from lowbit.finetune.checkpoints import FREE, check_options
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import resolve
@@ -125,7 +126,7 @@ def summary(job):
     row = job.row()
     if row["status"] != "ok":
         return f"{job.title}: {row['status']}: {row['reason']}"
-    shown = [f"{header} {text(row['result'].get(key))}" for header, key, text in report.COLUMNS]
+    shown = [f"{header} {text(value(row['result'], key))}" for header, key, text in report.COLUMNS]
     return f"{job.title}: " + ", ".join(text for text in shown if not text.endswith(" -"))
 
 

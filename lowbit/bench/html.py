@@ -156,7 +156,7 @@ def figures(report, groups):
             found.append(figure("bars" if bars else "dots", key, heading, unit))
     if memories(report):
         parts = "".join(
-            f'<span class="part m{i}">{name}</span>' for i, name in enumerate(memory_parts(report).values())
+            f'<span class="part p{i}">{name}</span>' for i, name in enumerate(memory_parts(report).values())
         )
         found.append(figure("memory", "memory", f"Largest memory <span>{parts}</span>", "GiB"))
     return "".join(found)

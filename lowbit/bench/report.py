@@ -3,12 +3,14 @@
 import json
 import os
 from pathlib import Path
+from statistics import fmean
 
 from lowbit.bench.statistics import NOT_TUNED, difference, grouped, reference
 
 __all__ = ["JSON", "MARKDOWN", "NOT_TUNED", "write"]
 
-JSON, MARKDOWN, PLOT, MEMORY_PLOT = "report.json", "report.md", "loss.png", "memory.png"
+JSON, MARKDOWN, HTML = "report.json", "report.md", "report.html"
+PLOT, MEMORY_PLOT = "loss.png", "memory.png"
 PARTS = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}  # of memory, and what is left
 REST = {True: "activations, temporaries", False: "the rest of the process"}  # on a GPU, on a CPU
 SMOOTHING = 0.9  # of the plotted loss: an exponential mean, as TensorBoard's
@@ -27,7 +29,8 @@ COLUMNS = (
     ("held-out loss", "held_out_loss", number("{:.4f}")),
     ("mc1", "mc1", number("{:.3f}")),
     ("mc2", "mc2", number("{:.3f}")),
-    ("first step (s)", "optimizer_first_step", number("{:.3f}")),
+    ("model compile (s)", ("model_first_step", "model_step"), number("{:.1f}")),
+    ("optimizer compile (s)", ("optimizer_first_step", "optimizer_step"), number("{:.2f}")),
 )
 HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
 QUALITY = ("held_out_loss", "mc1", "mc2")  # that runs of two optimizers are compared by
@@ -84,7 +87,8 @@ def footnotes(report):
         f"*mc1*, *mc2*: accuracy on {parts.get('questions', 0)} multiple-choice questions, as truthfulqa_mc1 and "
         "truthfulqa_mc2 of lm-eval.",
         *_BUILTIN[: options["data"] == "builtin"],
-        "*first step*: the first call of optimizer.step(), allocation and compilation included.",
+        "*compile*: the first forward and backward pass, and the first optimizer.step(), less the median of the later "
+        "ones: what is compiled, allocated and loaded once.",
         *["*±*: standard deviation of a run, over seeds."] * (options.get("seeds", 1) > 1),
         "All optimizers start from the same weights and see the same data in the same order; each runs in a process of "
         "its own.",
@@ -98,8 +102,8 @@ def terminal_table(report):
 
     table = Table(title=title(report), box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
     table.add_column(HEADERS[0], no_wrap=True)
-    for header in HEADERS[1:]:  # a unit below its name, so that the table fits 80 columns
-        table.add_column(header.replace(" (", "\n(").replace("held-out ", "held-out\n"), justify="right", no_wrap=True)
+    for header in HEADERS[1:]:  # words below each other, so that the table fits 80 columns
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
     for group in grouped(report):
         name, *rest = cells(group, "\n±")
         table.add_row(name, *(rest if group.status == "ok" else [group.status]))
@@ -111,7 +115,7 @@ def failures(report):
     """A line for each run that was not measured."""
     several = report["options"].get("seeds", 1) > 1
     return [
-        row["optimizer"] + f", seed {row['seed']}" * several + f" {row['status']}: {row['reason']}"
+        row["optimizer"] + (f", seed {row['seed']}" if several else "") + f" {row['status']}: {row['reason']}"
         for row in report["rows"]
         if row["status"] != "ok"
     ]
@@ -135,7 +139,7 @@ def markdown(report):
     for group in grouped(report):
         texts = [text.replace("|", "\\|") for text in cells(group)]
         lines.append("| " + " | ".join(texts + [""] * (len(HEADERS) - len(texts))) + " |")
-    lines += ["", *(f"- {note}" for note in footnotes(report)), "", *comparison_table(report)]
+    lines += ["", *(f"- {note}" for note in footnotes(report)), "", *comparison_table(report), *tasks_table(report)]
     if any(curve(row) for row in report["rows"]):
         lines += [f"![Training loss of each optimizer]({PLOT})", ""]
     lines += memory_table(report)
@@ -170,6 +174,32 @@ def comparison_table(report):
         seeds = max((value.seeds for value in each.values()), default=0)
         lines.append(f"| {name} | {seeds} | " + " | ".join(shown) + " |")
     return [*lines, "", "- mean ± standard deviation of the difference at one seed; *p*: Student's paired test.", ""]
+
+
+def tasks(report):
+    """``(optimizer, {task: (accuracy, its standard error)})``, means over seeds, of what lm-eval measured."""
+    found = []
+    for group in grouped(report):
+        runs = [result["tasks"] for result in group.results.values() if result.get("tasks")]
+        means = {
+            task: tuple(fmean(run[task][name] for run in runs) for name in ("acc", "acc_stderr"))
+            for task in (runs[0] if runs else ())
+            if "acc" in runs[0][task]
+        }
+        found += [(group.optimizer, means)] if means else []
+    return found
+
+
+def tasks_table(report):
+    """Lines of Markdown: accuracy on each task of lm-eval."""
+    found = tasks(report)
+    if not found:
+        return []
+    names = list(found[0][1])
+    lines = ["## Tasks of lm-eval", "", "| optimizer | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
+    for optimizer, means in found:
+        lines.append(f"| {optimizer} | " + " | ".join(f"{means[n][0]:.4f} ± {means[n][1]:.4f}" for n in names) + " |")
+    return [*lines, "", "- accuracy ± standard error over questions, as lm-eval gives them.", ""]
 
 
 def memories(report):
@@ -217,57 +247,14 @@ def smoothed(values):
     return result
 
 
-def plot(report, path):
-    """Draw the loss curves; nothing if there are none."""
-    curves = [(row["optimizer"], curve(row)) for row in report["rows"] if curve(row)]
-    if not curves:
-        return
-    figure, axes = blank((8, 5))
-    names = list(dict.fromkeys(name for name, _ in curves))
-    for name, points in curves:
-        i, first = names.index(name), name not in axes.get_legend_handles_labels()[1]
-        steps, losses = zip(*points, strict=True)
-        color = f"C{i % 10}"
-        axes.plot(steps, losses, color=color, alpha=0.12, linewidth=0.8)
-        style = {"linestyle": ("-", "--", ":")[i % 3], "linewidth": 1.5 if first else 0.7}
-        axes.plot(steps, smoothed(losses), color=color, label=name if first else None, **style)
-    axes.set(xlabel="step", ylabel="training loss (smoothed)", title=title(report))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def plot_memory(report, path):
-    """Draw what each optimizer's peak of memory consists of, stacked; nothing if nothing trained."""
-    found = memories(report)
-    if not found:
-        return
-    figure, axes = blank((8, 1.5 + 0.4 * len(found)))
-    names, left = [name for name, _ in found], [0.0] * len(found)
-    for part, shown in memory_parts(report).items():
-        sizes = [memory[part] / 2**30 for _, memory in found]
-        axes.barh(names, sizes, left=left, label=shown)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB", title="largest memory")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def blank(size):
-    """A figure with one pair of axes, that needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
 def write(folder, report):
     """Write the whole report into a folder; each file is replaced at once."""
+    from lowbit.bench.html import page
+    from lowbit.bench.plots import plot, plot_memory
+
     folder = Path(folder)
-    for name, text in ((JSON, json.dumps(report, indent=1) + "\n"), (MARKDOWN, markdown(report))):
+    texts = {JSON: json.dumps(report, indent=1) + "\n", MARKDOWN: markdown(report), HTML: page(report)}
+    for name, text in texts.items():
         partial = folder / f".{name}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / name)

@@ -7,6 +7,14 @@ from dataclasses import dataclass
 NOT_TUNED = "not fine-tuned"
 
 
+def value(result, key):
+    """A number of a run's result by its key, or by a pair of keys the first less the second; None if it has it not."""
+    if isinstance(key, str):
+        return result.get(key)
+    first, later = (result.get(name) for name in key)
+    return None if first is None or later is None else max(0.0, first - later)
+
+
 @dataclass(frozen=True)
 class Group:
     """All runs of one optimizer. A run that failed has no result; ``reason`` is that of the first."""
@@ -17,8 +25,8 @@ class Group:
     results: dict  # seed -> result of the run
 
     def values(self, key):
-        """``{seed: number}`` of the runs that have this number."""
-        found = {seed: result.get(key) for seed, result in self.results.items()}
+        """``{seed: number}`` of the runs that have this number; see :func:`value`."""
+        found = {seed: value(result, key) for seed, result in self.results.items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
     def mean(self, key):

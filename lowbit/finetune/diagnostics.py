@@ -57,7 +57,7 @@ class Diagnostics:
                 sampled += exact.numel()
         here = (torch.stack(updates).max().item() if updates else 0.0, int(sum(stuck)), sampled)
         updates, stuck, sampled = zip(*processes.gather(here))
-        return {"update": max(updates), "stuck": sum(stuck) / max(1, sum(sampled))}
+        return {"update": max(updates), "stuck": sum(stuck) / sum(sampled)} if any(sampled) else {}
 
     def _parameters(self):
         return [(group, p) for group in self.optimizer.param_groups for p in group["params"] if "betas" in group]

@@ -21,6 +21,8 @@ class TrainResult:
     tokens_per_second: float | None  # unpadded, without the first ``steps_not_timed`` steps
     padded_tokens_per_second: float | None  # what the model computed on in the same time
     steps_not_timed: int
+    model_first_step: float | None  # the first forward and backward pass of a step, what it compiles included
+    model_step: float | None  # median of those after the first
     optimizer_first_step: float | None  # the first call of ``optimizer.step()``, what it compiles included
     optimizer_step: float | None  # median of the calls after the first
     max_memory: int  # of the process that took most

@@ -8,7 +8,7 @@ import torch
 
 
 class StepTimer:
-    """Times of ``optimizer.step()``; on a GPU by events, so that only the first call is waited for."""
+    """Times of a part of each step; on a GPU by events, so that only the first call is waited for."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"

@@ -133,17 +133,18 @@ def clip(parameters, largest):
     return whole(norm)
 
 
-def take_steps(run, order, pad_id, device, autocast, timer, on_step):
-    """The steps from ``run.step`` to the last."""
+def take_steps(run, order, pad_id, device, autocast, timers, on_step):
+    """The steps from ``run.step`` to the last; ``timers`` are those of model and optimizer."""
     config, parameters = order.config, [p for p in run.model.parameters() if p.requires_grad]
     while run.step < run.total:
         micro_batches = order[run.step]
-        run.pending.append(gradients(run.model, order.examples, micro_batches, pad_id, device, autocast))
+        with timers[0]():
+            run.pending.append(gradients(run.model, order.examples, micro_batches, pad_id, device, autocast))
         run.norms.append(clip(parameters, config.clip))
         if run.diagnostics:
             with run.throughput.pause(short=True):
                 run.diagnostics.observe()
-        with timer():
+        with timers[1]():
             run.optimizer.step()
         run.schedule.step()
         run.optimizer.zero_grad()
@@ -181,14 +182,15 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
         run.load_state_dict(resume)
     skip = min(5, (run.total - run.step) // 2)  # warm-up: compilation, caches, allocators
     run.throughput = Throughput(skip, device, before=(resume or {}).get("seconds", 0.0))
-    timer = StepTimer(device)
+    timers = StepTimer(device), StepTimer(device)
     reset_peak(device)
     with prepared(model, config):
-        take_steps(run, order, pad_id, device, autocast, timer, on_step)
+        take_steps(run, order, pad_id, device, autocast, timers, on_step)
     rates = run.throughput.rates()
     kept = sum(local(p).numel() for p in model.parameters() if p.requires_grad)
     peak = peak_bytes(device)
     return TrainResult(
-        run.step, run.losses, *rates, skip, timer.first, timer.median(), max(processes.gather(peak)),
+        run.step, run.losses, *rates, skip, *(x for timer in timers for x in (timer.first, timer.median())),
+        max(processes.gather(peak)),
         parts(model, optimizer, peak), state_bytes(optimizer) / max(1, kept), run.curves,
     )  # fmt: skip
