@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What has to be seen on a GPU: the tests of the kernel, which run there instead of in the interpreter, the
-# memory that the kernel touches, and the laws of the dynamics through every optimizer that is installed. Everything goes to DIRECTORY/on-gpu.log as well.
+# What has to be seen on a GPU: the tests of the kernel, which run there instead of in the interpreter, the memory that
+# the kernel touches, and the laws of the dynamics through every optimizer that is installed. It needs
+# pip install -e '.[finetune,dev,peers]'. Everything goes to DIRECTORY/on-gpu.log as well.
 #
 #   benchmarks/on_gpu.sh [DIRECTORY]
 set -uo pipefail

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,10 @@ import lowbit
 from lowbit.distributed import local, whole
 
 WORLD = 4
+# an embedding, fewer rows than processes, experts, a matrix, a norm, ragged rows, a wide matrix
 SHAPES = ((257, 64), (3, 128), (8, 64, 64), (100, 96), (96,), (7, 40), (64, 256))
+GATES = 9  # processes that share it
+GATE = ((8, 128), (257, 64), (8,))  # the gate of eight experts, an embedding, a norm
 MESHES = {
     "FSDP x 2": ([0, 1], [Shard(0)]),
     "FSDP x 3": ([0, 1, 2], [Shard(0)]),
@@ -42,19 +44,17 @@ OPTIONS = ({"state": "8bit"}, {"state": "4bit"}, {"state": "8bit", "weights": "2
 
 
 class Net(torch.nn.Module):
-    """Parameters of the shapes above."""
+    """Parameters of some shapes."""
 
-    def __init__(self):
+    def __init__(self, shapes=SHAPES):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
-        self.weights = torch.nn.ParameterList(values)
+        self.weights = torch.nn.ParameterList(random(shapes, 0))
 
 
-def gradients(step):
+def random(shapes, seed):
     """The same in every process."""
-    generator = torch.Generator().manual_seed(step + 1)
-    return [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
 def optimizer_of(params, options, backend="eager", fp32=()):
@@ -71,7 +71,7 @@ def cut_blocks(placements):
 def take_steps(optimizer, params, steps, mesh=None, placements=None):
     """Steps with the gradients of their numbers."""
     for step in steps:
-        for p, g in zip(params, gradients(step), strict=True):
+        for p, g in zip(params, random([p.shape for p in params], step + 1), strict=True):
             p.grad = distribute_tensor(g, mesh, placed(placements, g), src_data_rank=None) if mesh else g
         optimizer.step()
 
@@ -108,9 +108,9 @@ def differences(ps, a, qs, b):
     return found
 
 
-def reference(options, steps, fp32=()):
-    net = Net()
-    params = list(net.weights)
+def reference(options, steps, fp32=(), shapes=SHAPES):
+    """Parameters and optimizer of one process after some steps."""
+    params = list(Net(shapes).weights)
     optimizer = optimizer_of(params, options, fp32=fp32)
     take_steps(optimizer, params, range(steps))
     return params, optimizer
@@ -147,38 +147,46 @@ def check_kernel(rank, folder):
         assert not found, f"kernel on {name}, rank {rank}: {found}"
 
 
-def sharded_net(mesh, options):
+def sharded_net(mesh, options, shapes=SHAPES):
     """A net under FSDP2, or whole in one process, and its optimizer."""
-    net = Net()
+    net = Net(shapes)
     if mesh is not None:
         fully_shard(net, mesh=mesh)
     return net, optimizer_of(list(net.weights), options)
 
 
 def check_resume(rank, folder):
-    """Saved by DCP on one mesh, loaded on others: as if never stopped."""
+    """Saved by DCP on one mesh, loaded on others."""
     for number, options in enumerate(OPTIONS[:3]):
-        for chain in CHAINS:
-            path = None
-            for i, ranks in enumerate(chain):
-                mesh = DeviceMesh("cpu", ranks)
-                steps = range(4 + 2 * (i - 1), 4 + 2 * i) if i else range(4)
-                if mesh.get_coordinate() is not None:
-                    net, optimizer = sharded_net(mesh, options)
-                    group = mesh.get_group()
-                    if path:
-                        load(net, optimizer, path, group)
-                    placements = [Shard(0)]
-                    take_steps(optimizer, list(net.weights), steps, mesh, placements)
-                    path = Path(folder) / f"{number}-{CHAINS.index(chain)}-{i}"
-                    state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
-                    dcp.save(state, checkpoint_id=path, process_group=group)
-                path = Path(folder) / f"{number}-{CHAINS.index(chain)}-{i}"
-                dist.barrier()
-            if rank in chain[-1]:
-                qs, b = reference(options, 4 + 2 * (len(chain) - 1))
-                found = differences(list(net.weights), optimizer, qs, b)
-                assert not found, f"{options} over {chain}: {found}"
+        for place, chain in enumerate(CHAINS):
+            resume_over(rank, f"{folder}/{number}-{place}", options, chain, [4] + [2] * (len(chain) - 1), SHAPES)
+
+
+def check_gate(rank, folder):
+    """Nine processes and eight rows: the last process holds nothing of the gate, and what it saves is whole."""
+    for number, options in enumerate(OPTIONS[:3]):
+        chain = (range(GATES), [0, 1, 2, 3], [0])
+        resume_over(rank, f"{folder}/{number}", options, chain, [20, 2, 2], GATE)
+
+
+def resume_over(rank, path, options, chain, counts, shapes):
+    """So many steps on the ranks of each link, saved there and loaded on the next: as if one had never stopped."""
+    done = 0
+    for i, (ranks, count) in enumerate(zip(chain, counts, strict=True)):
+        mesh = DeviceMesh("cpu", list(ranks))
+        if mesh.get_coordinate() is not None:
+            net, optimizer = sharded_net(mesh, options, shapes)
+            group = mesh.get_group()
+            if i:
+                load(net, optimizer, f"{path}-{i - 1}", group)
+            take_steps(optimizer, list(net.weights), range(done, done + count), mesh, [Shard(0)])
+            qs, b = reference(options, done + count, shapes=shapes)
+            found = differences(list(net.weights), optimizer, qs, b)
+            assert not found, f"{options} over {chain} at {ranks}, rank {rank}: {found}"
+            state = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+            dcp.save(state, checkpoint_id=f"{path}-{i}", process_group=group)
+        done += count
+        dist.barrier()
 
 
 def load(net, optimizer, path, group):
@@ -242,40 +250,47 @@ def check_flat(rank, folder):
 
 
 def check_replicas(rank, folder):
-    """DDP: replicas that see different parts of a batch stay equal, and equal one process that saw it all."""
-    for options in OPTIONS[:3]:
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(64, 257), torch.nn.LayerNorm(257), torch.nn.Linear(257, 32))
-        net = net.to(torch.bfloat16)
-        alone = copy.deepcopy(net)
-        replica = torch.nn.parallel.DistributedDataParallel(net)
-        ours, theirs = (lowbit.AdamW(m.parameters(), lr=1e-2, min_numel=0, **options) for m in (replica, alone))
-        for step in range(20):
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-            replica(x[2 * rank : 2 * rank + 2]).square().sum().backward()
-            for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-                q.grad = p.grad.clone()
-            ours.step(), theirs.step()
-            ours.zero_grad()
-        found = differences(list(net.parameters()), ours, list(alone.parameters()), theirs)
-        assert not found, found
-        for p in net.parameters():
-            gathered = [torch.empty_like(p) for _ in range(WORLD)]
-            dist.all_gather(gathered, p.detach())
-            assert all(same(x, p) for x in gathered)
+    """DDP x 2 and x 4: replicas that see different parts of a batch stay equal, and equal one process."""
+    for size in (2, 4):
+        group = dist.new_group(list(range(size)))
+        for options in OPTIONS[:3] if rank < size else ():
+            replicate(rank, size, group, options)
+
+
+def replicate(rank, size, group, options):
+    """Twenty steps of replicas in a group of so many processes."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 257), torch.nn.LayerNorm(257), torch.nn.Linear(257, 32))
+    net = net.to(torch.bfloat16)
+    alone, part = copy.deepcopy(net), 8 // size
+    replica = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+    ours, theirs = (lowbit.AdamW(m.parameters(), lr=1e-2, min_numel=0, **options) for m in (replica, alone))
+    for step in range(20):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        replica(x[part * rank : part * (rank + 1)]).square().sum().backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        ours.step(), theirs.step()
+        ours.zero_grad()
+    found = differences(list(net.parameters()), ours, list(alone.parameters()), theirs)
+    assert not found, found
+    for p in net.parameters():
+        gathered = [torch.empty_like(p) for _ in range(size)]
+        dist.all_gather(gathered, p.detach(), group=group)
+        assert all(same(x, p) for x in gathered)
 
 
 CHECKS = {"meshes": check_meshes, "kernel": check_kernel, "resume": check_resume, "full": check_full}
 CHECKS |= {"decode": check_decode, "flat": check_flat, "replicas": check_replicas}
 
 
-def run(rank, check, folder):
-    """One process of the world."""
+def run(rank, check, folder, world):
+    """One process of a world."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     place, limit = f"file://{folder}/init", timedelta(seconds=120)  # so that waiting for nobody is an error
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=WORLD, timeout=limit)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=limit)
     try:
         check(rank, folder)
     finally:

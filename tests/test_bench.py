@@ -19,7 +19,7 @@ import lowbit
 from lowbit.bench import bench as runs
 from lowbit.bench import peers, report, worker
 from lowbit.finetune.errors import UserError
-from lowbit.finetune.options import BenchOptions, resolve
+from lowbit.finetune.options import BenchOptions
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,7 @@ def setting(tmp_path_factory):
 
 def options_of(setting, **more):
     """The arguments of the command line as :class:`BenchOptions`."""
-    given = dict(zip([x[2:].replace("-", "_") for x in setting[::2]], setting[1::2], strict=True))
-    kinds = {"steps": int, "batch_size": int, "max_length": int, "lr": float}
-    return resolve(BenchOptions(**{name: kinds.get(name, str)(x) for name, x in given.items()} | more))
+    return tiny.options_of(BenchOptions, setting, **more)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,8 @@ def test_torch_is_fused_adamw():
 
 @pytest.mark.parametrize("text", ["9bit", "8bit+", "8bit+fp32", "torch+24bit", "+24bit", "torch,,nine"])
 def test_unknown_names_are_refused_with_those_there_are(text):
-    others = ", ".join(peers.PEERS)
+    others = "torch, torch-fp32, bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, flashoptim"
+    others += ", flashoptim-bf16, torchao-8bit-nearest, lpmm-4bit"
     with pytest.raises(UserError, match=rf"unknown optimizer .* choose from {others}, 8bit, fp8, 4bit"):
         peers.names(text)
 

@@ -204,18 +204,6 @@ def test_only_the_first_elements_of_a_parameter_are_sampled():
     assert diagnostics.measure()["stuck"] == 0.5
 
 
-class Stopped(Exception):
-    """Stands for a kill."""
-
-
-def stop_at(step):
-    def on_step(run):
-        if run.step == step:
-            raise Stopped
-
-    return on_step
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     """Options of a run of six steps with a checkpoint every two."""
@@ -238,8 +226,8 @@ def undisturbed(options, tmp_path_factory):
 def stopped(options, tmp_path):
     """Options to go on with after a stop at step 5, two steps after the checkpoint's last report."""
     options = replace(options, out=str(tmp_path / "out"))
-    with pytest.raises(Stopped):
-        finetune(options, on_step=stop_at(5))
+    with pytest.raises(tiny.Stopped):
+        finetune(options, on_step=tiny.stop_at(5))
     assert [path.name for path in whole(options.out)] == ["step-000004"]
     return replace(options, resume=True)
 

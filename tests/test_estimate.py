@@ -28,8 +28,6 @@ def run(setting, **options):
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_state_is_what_the_optimizer_keeps(name):
-    if name.split("-")[0] in ("torchao", "bitsandbytes"):
-        pytest.importorskip(name.split("-")[0])
     params = [torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in SHAPES]
     peer = peers.find(name)
     expected = peer.state_bytes(params)

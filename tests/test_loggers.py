@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2
 from lowbit.finetune import loggers
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.memory import peak_bytes
-from lowbit.finetune.options import FinetuneOptions, resolve
+from lowbit.finetune.options import FinetuneOptions
 from lowbit.finetune.run import finetune
 
 RATES = [0.01 * x for x in (0.0, 1.0, (1 + math.cos(math.pi / 3)) / 2, (1 + math.cos(2 * math.pi / 3)) / 2)]
@@ -30,9 +30,7 @@ def setting(tmp_path_factory):
 
 def options_of(setting, **more):
     """The arguments of the command line as :class:`FinetuneOptions`, with a report every step."""
-    given = dict(zip([x[2:].replace("-", "_") for x in setting[::2]], setting[1::2], strict=True))
-    kinds = {"steps": int, "batch_size": int, "max_length": int, "lr": float}
-    return resolve(FinetuneOptions(**{name: kinds.get(name, str)(x) for name, x in given.items()}, log_every=1, **more))
+    return tiny.options_of(FinetuneOptions, setting, log_every=1, **more)
 
 
 @pytest.fixture(scope="module")
@@ -188,23 +186,11 @@ def test_an_unknown_logger_is_refused(setting, tmp_path, cli):
     assert status == 2 and "--loggers is jsonl,mlflow: give some of tensorboard, wandb, trackio, jsonl" in error
 
 
-class Stopped(Exception):
-    """Stands for a kill."""
-
-
-def stop_at(last):
-    def on_step(run):
-        if run.step == last:
-            raise Stopped
-
-    return on_step
-
-
 def test_after_a_resume_no_step_is_there_twice(setting, tmp_path):
     options = options_of(setting, loggers="jsonl,tensorboard", out=str(tmp_path / "out"), save_every=2)
     folder = tmp_path / "out" / "logs" / "8bit"
-    with pytest.raises(Stopped):
-        finetune(options, on_step=stop_at(4))
+    with pytest.raises(tiny.Stopped):
+        finetune(options, on_step=tiny.stop_at(4))
     lines = (folder / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]  # one more than the checkpoint
     with (folder / "log.jsonl").open("a") as file:
@@ -220,8 +206,8 @@ def test_after_a_resume_no_step_is_there_twice(setting, tmp_path):
 
 def test_a_new_run_replaces_the_log_of_one_that_saved_nothing(setting, tmp_path):
     options = options_of(setting, loggers="jsonl,tensorboard", out=str(tmp_path / "out"))
-    with pytest.raises(Stopped):
-        finetune(options, on_step=stop_at(3))
+    with pytest.raises(tiny.Stopped):
+        finetune(options, on_step=tiny.stop_at(3))
     result = finetune(options)[0]
     folder = tmp_path / "out" / "logs" / "8bit"
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

@@ -4,6 +4,8 @@ import json
 
 import torch
 
+from lowbit.finetune.options import resolve
+
 WORDS = ("red", "green", "blue", "one", "two", "three", "cat", "dog", "bird", "tree")
 
 
@@ -67,3 +69,24 @@ def write_all(folder):
         "--model", model, "--data", data, "--eval-data", asked, "--steps", "4", "--batch-size", "4", "--max-length",
         "256", "--lr", "0.01", "--device", "cpu",
     ]  # fmt: skip
+
+
+def options_of(kind, setting, **more):
+    """The arguments of :func:`write_all` as options of a class of :mod:`lowbit.finetune.options`, resolved."""
+    given = dict(zip([x[2:].replace("-", "_") for x in setting[::2]], setting[1::2], strict=True))
+    types = {"steps": int, "batch_size": int, "max_length": int, "lr": float}
+    return resolve(kind(**{name: types.get(name, str)(x) for name, x in given.items()} | more))
+
+
+class Stopped(Exception):
+    """Stands for a kill."""
+
+
+def stop_at(step):
+    """A function that a run calls after each step, and that ends it there."""
+
+    def on_step(run):
+        if run.step == step:
+            raise Stopped
+
+    return on_step

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from lowbit.bench import peers
 from lowbit.finetune import processes
-from lowbit.finetune.data import collate, load_records, split, tokenize
+from lowbit.finetune.data import collate, load_split, padded_length, tokenize
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.model import cast, skeleton
 from lowbit.finetune.options import resolve
@@ -87,7 +87,7 @@ def largest_batch(examples, options, pad_id):
     batches = [micro for step in range(len(order.steps)) for micro in order[step]]
 
     def tokens(indices):
-        return len(indices) * max(len(order.examples[i].input_ids) for i in indices)
+        return len(indices) * padded_length([order.examples[i] for i in indices])
 
     return collate([order.examples[i] for i in max(batches, key=tokens)], pad_id, "cpu")
 
@@ -146,8 +146,7 @@ def estimate(options):
 
 
 def _batch(tokenizer, options):
-    records = load_records(options.data)
-    train, _ = split(records, min(options.held_out, len(records) // 10))
+    train, _ = load_split(options.data, options.held_out)
     examples = tokenize(train, tokenizer, options.max_length, options.train_on_all)
     if not examples:
         raise UserError("there is no example to train on: give more records to --data, or a larger --max-length")

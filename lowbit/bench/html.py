@@ -10,7 +10,18 @@ from importlib.resources import files
 from statistics import fmean, stdev
 from string import Template
 
-from lowbit.bench.report import COLUMNS, HEADERS, cells, failures, footnotes, memories, memory_parts, smoothed, title
+from lowbit.bench.report import (
+    COLUMNS,
+    HEADERS,
+    cells,
+    failures,
+    footnotes,
+    memories,
+    memory_parts,
+    signed,
+    smoothed,
+    title,
+)
 from lowbit.bench.statistics import NOT_TUNED, difference, grouped, reference
 
 __all__ = ["page"]
@@ -113,8 +124,7 @@ def against(group, first, key, text):
     found = difference(group, first, key) if _comparable(group, first) else None
     if found is None:
         return cell(None, "-")
-    shown = "+" * (found.mean >= 0) + text(found.mean) + ("" if found.sd is None else f" ± {text(found.sd)}")
-    return cell(found.mean, shown, "" if found.p is None else f"p = {found.p:.2g}")
+    return cell(found.mean, signed(found, text), "" if found.p is None else f"p = {found.p:.2g}")
 
 
 def styles(groups):

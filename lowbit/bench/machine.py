@@ -53,12 +53,12 @@ def _git(root, *arguments):
 
 
 def _commit():
-    """Commit of the checkout that this package is in, with ``-dirty`` if the package is changed; else None."""
+    """Commit of the checkout that this package is in, with ``-dirty`` if files of it but results are changed."""
     root = Path(lowbit.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     try:
-        commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        return commit + "-dirty" * bool(_git(root, "status", "--porcelain", "--", Path(lowbit.__file__).parent.name))
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        return _git(root, "rev-parse", "--short=12", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowbit.finetune.errors import UserError
+from lowbit.finetune.options import listed
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ def other(module, name, install, state_bytes=None, **own):
 
 
 def lpmm_4bit(params, lr, betas, eps, weight_decay, seed):
-    """``lpmm.optim.AdamW`` of https://github.com/thu-ml/low-bit-optimizers; its kernel takes fp32 and fp16 weights."""
+    """``lpmm.optim.AdamW`` of https://github.com/thu-ml/low-bit-optimizers, which has no bf16 weights (issues 4, 5)."""
     import torch
 
     params = list(params)
     if any(p.dtype == torch.bfloat16 for p in params):
         raise UserError("lpmm has no bf16 weights: leave it out, or give --dtype float32")
     install = "git+https://github.com/thu-ml/low-bit-optimizers"
-    return other("lpmm.optim", "AdamW", install).build(params, lr, betas, eps, weight_decay, seed)
+    return other("lpmm.optim", "AdamW", install, fused=True).build(params, lr, betas, eps, weight_decay, seed)
 
 
 PEERS = {
@@ -124,7 +125,7 @@ def find(name):
 
 def names(text):
     """The names in a list separated by commas, each checked, in order and once."""
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    found = listed(text)
     if not found:
         raise UserError("--optimizers is empty: give names separated by commas, as in torch,8bit")
     for name in found:

@@ -15,6 +15,7 @@ RECIPES = {
         "max_length": 512,
         "lr": 1e-5,
         "warmup": 100.0,
+        "clip": 0.0,
         "compile": True,
         "checkpointing": True,
         "seed": 2024,

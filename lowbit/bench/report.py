@@ -49,6 +49,11 @@ def _cell(group, key, text, join):
     return text(group.mean(key)) + ("" if sd is None else join + text(sd))
 
 
+def signed(found, text):
+    """Text of a :class:`~lowbit.bench.statistics.Difference`: its mean with a sign, its deviation if it has one."""
+    return "+" * (found.mean >= 0) + text(found.mean) + ("" if found.sd is None else f" ± {text(found.sd)}")
+
+
 def compared(report):
     """``(optimizer, {key: Difference})`` of each optimizer to the first, where there are two seeds or more."""
     groups = grouped(report)
@@ -158,19 +163,10 @@ def comparison_table(report):
         return []
     first, texts = reference(grouped(report)).optimizer, dict((key, text) for _, key, text in COLUMNS)
     heads = [f"{header}, p" for header, key, _ in COLUMNS if key in QUALITY]
-    lines = [
-        f"## Against {first}",
-        "",
-        "| optimizer | seeds | " + " | ".join(heads) + " |",
-        "|---" * 2 + "|--:" * 3 + "|",
-    ]
+    lines = [f"## Against {first}", "", "| optimizer | seeds | " + " | ".join(heads) + " |"]
+    lines.append("|---" + "|--:" * (1 + len(heads)) + "|")
     for name, each in found:
-        shown = [
-            f"{'+' * (each[key].mean >= 0)}{texts[key](each[key].mean)} ± {texts[key](each[key].sd)}, {each[key].p:.2g}"
-            if key in each
-            else "-"
-            for key in QUALITY
-        ]
+        shown = [f"{signed(each[key], texts[key])}, {each[key].p:.2g}" if key in each else "-" for key in QUALITY]
         seeds = max((value.seeds for value in each.values()), default=0)
         lines.append(f"| {name} | {seeds} | " + " | ".join(shown) + " |")
     return [*lines, "", "- mean ± standard deviation of the difference at one seed; *p*: Student's paired test.", ""]

@@ -17,18 +17,11 @@ from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import BenchOptions
 
 
-def log_folder(options, optimizer, folder):
-    """Where the job logs: by the name of the folder of its checkpoints, that of its run."""
-    if folder is None:
-        return Path(options.out) / "logs" / str(optimizer)
-    return Path(folder).parent.parent / "logs" / Path(folder).name.removesuffix("-checkpoints")
-
-
-def run_job(options, optimizer, emit, folder=None):
+def run_job(options, optimizer, emit, folder=None, name="run"):
     """Train with the named optimizer (None: don't) and evaluate; returns the result as plain values.
 
     ``emit(event, **values)`` is called as the work goes on. Checkpoints are in ``folder``, as ``options`` say; the
-    newest there is where training goes on.
+    newest there is where training goes on. Logs are in the folder ``name`` of those of the benchmark.
     """
     from lowbit.bench import machine, peers
     from lowbit.finetune import checkpoints, loggers
@@ -49,7 +42,7 @@ def run_job(options, optimizer, emit, folder=None):
         "held_out_examples": len(setup.held_out),
         "questions": len(setup.questions),
     }
-    with loggers.opened(options, log_folder(options, optimizer, folder), checkpoint) as log:
+    with loggers.opened(options, Path(options.out) / "logs" / name, checkpoint) as log:
         if peer:
             measured, _ = fit(
                 setup, peer, options, folder, lambda run: progress("training", run.step, run.total, run.loss),
@@ -76,7 +69,8 @@ def main(path):
 
     job = json.loads(Path(path).read_text())
     try:
-        emit("result", **run_job(BenchOptions(**job["options"]), job["optimizer"], emit, job["checkpoints"]))
+        options = BenchOptions(**job["options"])
+        emit("result", **run_job(options, job["optimizer"], emit, job["checkpoints"], Path(path).stem))
     except BrokenPipeError:  # the parent is gone
         return 1
     except Exception as error:

@@ -78,6 +78,12 @@ def _record(row, where):
     return record
 
 
+def load_split(name, held_out):
+    """``(train, held_out)`` of :func:`load_records`; at most a tenth is set aside."""
+    records = load_records(name)
+    return split(records, min(held_out, len(records) // 10))
+
+
 def split(records, held_out):
     """``(train, held_out)``: ``held_out`` records set aside at random, the same in every run; both keep their order."""
     if not 0 <= held_out < len(records):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit.finetune.errors import UserError
+from lowbit.finetune.options import listed
 from lowbit.finetune.sources import first_line
 
 
@@ -28,7 +29,7 @@ def find(text):
     Raises:
         UserError: lm-eval is not installed, there is no such task or file, a folder without tasks.
     """
-    wanted = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    wanted = listed(text)
     if not wanted:
         return None
     if importlib.util.find_spec("lm_eval") is None:

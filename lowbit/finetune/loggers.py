@@ -103,12 +103,13 @@ class Jsonl:
     """``log.jsonl``: a line of JSON a report, with its ``step``."""
 
     def __init__(self, folder, options, step):
-        path = folder / "log.jsonl"
+        path, partial = folder / "log.jsonl", folder / ".log.jsonl.partial"
         lines = path.read_text().splitlines() if path.exists() else []
-        self.file = path.open("w")
-        for line in lines:  # the last one may be half a line of a killed run
-            if line.endswith("}") and json.loads(line)["step"] <= step:
-                self.file.write(line + "\n")
+        # the last one may be half a line of a killed run
+        kept = [line + "\n" for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
+        self.file = path.open("a")
 
     def log(self, step, values):
         """Write a line."""

@@ -9,7 +9,7 @@ import torch
 
 from lowbit.bench import peers
 from lowbit.finetune import checkpoints, harness, liger, loggers, processes
-from lowbit.finetune.data import load_records, split, tokenize
+from lowbit.finetune.data import load_split, tokenize
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.evaluation import held_out_loss, load_questions, multiple_choice
 from lowbit.finetune.model import cast, load_model
@@ -48,8 +48,7 @@ def prepare(options, peer=None, checkpoint=None):
     loggers.check(options)
     device = device_of(options)
     dtype = getattr(torch, options.dtype)
-    records = load_records(options.data)
-    train_records, held_out = split(records, min(options.held_out, len(records) // 10))
+    train_records, held_out = load_split(options.data, options.held_out)
     questions = [] if options.eval_data == "none" else load_questions(options.eval_data)[: options.eval_limit]
     tasks = harness.find(options.tasks)
     wide = peer is not None and peer.fp32_weights

@@ -186,11 +186,14 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
     reset_peak(device)
     with prepared(model, config):
         take_steps(run, order, pad_id, device, autocast, timers, on_step)
-    rates = run.throughput.rates()
+    rate, padded = run.throughput.rates()
     kept = sum(local(p).numel() for p in model.parameters() if p.requires_grad)
     peak = peak_bytes(device)
     return TrainResult(
-        run.step, run.losses, *rates, skip, *(x for timer in timers for x in (timer.first, timer.median())),
-        max(processes.gather(peak)),
-        parts(model, optimizer, peak), state_bytes(optimizer) / max(1, kept), run.curves,
+        steps=run.step, losses=run.losses, curves=run.curves,
+        tokens_per_second=rate, padded_tokens_per_second=padded, steps_not_timed=skip,
+        model_first_step=timers[0].first, model_step=timers[0].median(),
+        optimizer_first_step=timers[1].first, optimizer_step=timers[1].median(),
+        max_memory=max(processes.gather(peak)), memory=parts(model, optimizer, peak),
+        state_bytes_per_param=state_bytes(optimizer) / max(1, kept),
     )  # fmt: skip
