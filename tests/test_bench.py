@@ -110,7 +110,7 @@ def test_table_of_the_report():
     assert lines[0] == "# m on d, 40 steps of batch 8, lr 0.0001"
     assert lines[2:7] == [
         "| optimizer | max memory (MiB) | state (B/param) | tokens/s | held-out loss | mc1 | mc2 "
-        "| model compile (s) | optimizer compile (s) |",
+        "| model compile (s) | step compile (s) |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         "| not fine-tuned | - | - | - | 8.2500 | - | 0.500 | - | - |",
         "| 8bit | 3,072 | 2.06 | 12,346 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 |",
@@ -121,6 +121,13 @@ def test_table_of_the_report():
     assert "in the 500 records" in text and "817 multiple-choice" in text and "Not complete" not in text
     on_gpu = report.markdown(finished() | {"machine": {"gpu": "H200"}, "complete": False})
     assert "tensors took on the GPU" in on_gpu and "Not complete" in on_gpu
+
+
+def test_the_table_fits_80_columns():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.terminal_table(finished() | {"rows": [dict(ROWS[1], optimizer="8bit+nearest")]}))
+    text = console.export_text()
+    assert "…" not in text and "12,346" in text and "compile" in text
 
 
 def test_files_of_the_report(tmp_path):

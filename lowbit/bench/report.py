@@ -30,7 +30,7 @@ COLUMNS = (
     ("mc1", "mc1", number("{:.3f}")),
     ("mc2", "mc2", number("{:.3f}")),
     ("model compile (s)", ("model_first_step", "model_step"), number("{:.1f}")),
-    ("optimizer compile (s)", ("optimizer_first_step", "optimizer_step"), number("{:.2f}")),
+    ("step compile (s)", ("optimizer_first_step", "optimizer_step"), number("{:.2f}")),
 )
 HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
 QUALITY = ("held_out_loss", "mc1", "mc2")  # that runs of two optimizers are compared by
