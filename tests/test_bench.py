@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -17,7 +17,7 @@ from rich.console import Console
 
 import lowbit
 from lowbit.bench import bench as runs
-from lowbit.bench import peers, report, worker
+from lowbit.bench import job, peers, report, worker
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import BenchOptions
 
@@ -87,8 +87,8 @@ ROWS = [
         "result": {
             "max_memory": 3 * 2**30,
             "memory": {"weights": 2**30, "gradients": 2**29, "state": 2**28, "rest": 5 * 2**28},
-            "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "mc1": 0.25,
-            "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "optimizer_step": 0.25,
+            "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "padded_tokens_per_second": 14e3,
+            "mc1": 0.25, "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "optimizer_step": 0.25,
             "model_first_step": 61.0, "model_step": 1.0, "steps_not_timed": 5, "steps": 40,
             "losses": [(step, 8.0 / step) for step in range(1, 41)], "held_out_examples": 500, "questions": 817,
         },
@@ -109,12 +109,12 @@ def test_table_of_the_report():
     lines = report.markdown(finished()).splitlines()
     assert lines[0] == "# m on d, 40 steps of batch 8, lr 0.0001"
     assert lines[2:7] == [
-        "| optimizer | max memory (MiB) | state (B/param) | tokens/s | held-out loss | mc1 | mc2 "
+        "| optimizer | max memory (MiB) | state (B/param) | tokens/s | padded tokens/s | held-out loss | mc1 | mc2 "
         "| model compile (s) | step compile (s) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        "| not fine-tuned | - | - | - | 8.2500 | - | 0.500 | - | - |",
-        "| 8bit | 3,072 | 2.06 | 12,346 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 |",
-        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |  |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| not fine-tuned | - | - | - | - | 8.2500 | - | 0.500 | - | - |",
+        "| 8bit | 3,072 | 2.06 | 12,346 | 14,000 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 |",
+        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |  |  |",
     ]
     text = "\n".join(lines)
     assert "largest resident memory" in text and "without padding" in text and "the first 5 steps" in text
@@ -206,7 +206,7 @@ sys.exit(worker.main(sys.argv[1]))
 
 def test_a_failing_optimizer_is_a_row_and_the_others_go_on(setting, tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "broken", peers.Peer(None))
-    monkeypatch.setattr(runs, "WORKER", (sys.executable, "-c", BROKEN))
+    monkeypatch.setattr(job, "WORKER", (sys.executable, "-c", BROKEN))
     console = Console(file=io.StringIO(), width=120)
     options = options_of(setting, optimizers="broken,8bit", out=str(tmp_path / "out"))
     assert runs.bench(options, console) == 0
@@ -231,7 +231,7 @@ def test_a_failing_optimizer_is_a_row_and_the_others_go_on(setting, tmp_path, mo
     ],
 )
 def test_a_worker_that_dies_is_a_row(setting, tmp_path, monkeypatch, code, reason):
-    monkeypatch.setattr(runs, "WORKER", (sys.executable, "-c", code))
+    monkeypatch.setattr(job, "WORKER", (sys.executable, "-c", code))
     options = options_of(setting, optimizers="8bit", out=str(tmp_path))
     assert runs.bench(options, Console(file=io.StringIO())) == 1
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
@@ -253,10 +253,10 @@ def test_ctrl_c_leaves_the_report_of_what_was_done(setting, tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (tmp_path / "jobs" / "8bit.json").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "jobs" / "8bit.log").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)
-    child = _children(process.pid)
+    child = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -264,11 +264,7 @@ def test_ctrl_c_leaves_the_report_of_what_was_done(setting, tmp_path):
     assert [row["optimizer"] for row in found["rows"]] == ["not fine-tuned", "8bit"] and not found["complete"]
     assert found["rows"][0]["status"] == "ok" and found["rows"][1]["status"] == "interrupted"
     assert "Interrupted" in out and "Traceback" not in err
-    assert child and not any(Path(f"/proc/{pid}").exists() for pid in child)
-
-
-def _children(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert child and not any(each.is_running() for each in child)
 
 
 def test_the_default_run_on_the_builtin_model(tmp_path):

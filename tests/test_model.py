@@ -29,6 +29,24 @@ def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_from_scratch_needs_no_weights_and_follows_the_seed(tmp_path, dtype):
+    folder = write_model(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    state = torch.get_rng_state()
+    (one, tokenizer), (same, _), (other, _) = (
+        load_model(folder, dtype=dtype, seed=seed, from_scratch=True) for seed in (1, 1, 2)
+    )
+    assert torch.equal(torch.get_rng_state(), state) and tokenizer.eos_token_id == 0
+    assert {p.dtype for p in one.parameters()} == {dtype} and not one.training and one.config.use_cache is False
+    for (name, p), q, r in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q) and (p.ndim == 1 or not torch.equal(p, r)), name
+    weight = one.model.layers[1].mlp.up_proj.weight.float()  # [96, 64]
+    assert weight.std().item() == pytest.approx(0.02, rel=0.05) and abs(weight.mean()) < 0.001  # initializer_range
+    exact = 1 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(dict(one.named_buffers())["model.rotary_emb.inv_freq"], exact, rtol=1e-6, atol=0)
+
+
 def _masked(folder):
     BertForMaskedLM(BertConfig(vocab_size=30, hidden_size=8, intermediate_size=8, num_attention_heads=2,
                                num_hidden_layers=1)).save_pretrained(folder)  # fmt: skip

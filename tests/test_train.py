@@ -1,6 +1,7 @@
 """The training loop against closed forms and plain torch."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ def model(dtype=torch.float32):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
 
@@ -128,6 +129,41 @@ def test_tokens_per_second_counts_tokens_without_padding_after_the_first_steps(m
     assert throughput.rates() == (80 / (4 - 1 - 1), 96 / (4 - 1 - 1))
 
 
+def test_counting_begins_anew_after_a_compilation_in_the_first_half(monkeypatch):
+    clock, graphs = iter(range(1000)), iter([1, 1, 2, 2, 2, 3, 3])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing, "graphs_compiled", lambda: next(graphs))
+    throughput = timing.Throughput(1, torch.device("cpu"), latest=3)  # reads 0, one graph
+    throughput.add(1000, 2000)  # reads 1
+    throughput.add(1000, 2000)  # a second graph: reads 2, timed from here
+    for _ in range(2):
+        throughput.add(30, 32)
+    throughput.add(30, 32)  # a third graph, too late to begin anew
+    assert throughput.skip == 2 and throughput.rates() == (90 / 1, 96 / 1)
+
+
+def test_layers_are_compiled_inside_checkpoints(monkeypatch):
+    compiled, compiler = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiler(f, dynamic=dynamic, backend=backend))
+
+    def backend(graph, inputs):
+        compiled.append(sum(node.target is F.linear for node in graph.graph.nodes))
+        return graph
+
+    losses = {}
+    for name, options in (
+        ("plain", {}), ("compiled", {"compile": True}), ("both", {"compile": True, "checkpointing": True})
+    ):  # fmt: skip
+        net = model()
+        torch._dynamo.reset()
+        compiled.clear()
+        losses[name] = [loss for _, loss in train(net, sgd(net), examples(), PAD, replace(CONFIG, **options)).losses]
+        assert (set(compiled) == {7}) == (name != "plain")  # q, k, v, o, gate, up, down: whole layers
+        assert all("forward" not in vars(layer) for layer in net.model.layers)
+    assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["both"] == pytest.approx(losses["plain"], rel=1e-5)
+
+
 def test_a_run_measures_the_tokens_of_its_examples(monkeypatch):
     data, counted = examples(), []
     monkeypatch.setattr(timing.Throughput, "add", lambda self, *tokens: counted.append(tokens))
@@ -182,14 +218,16 @@ def _equal(a, b):
 
 
 def test_checkpointing_and_autocast_change_rounding_only():
-    losses = {}
+    losses, passes = {}, Counter()
     for name, options, autocast in (
         ("plain", {}, None), ("checkpointing", {"checkpointing": True}, None), ("autocast", {}, torch.bfloat16)
     ):  # fmt: skip
         net = model()
+        net.model.layers[1].mlp.register_forward_pre_hook(lambda *_, name=name: passes.update([name]))
         result = train(net, sgd(net), examples(), PAD, replace(CONFIG, **options), autocast=autocast)
         losses[name] = [loss for _, loss in result.losses]
         assert not net.training and net.lm_head.weight.dtype == torch.float32
+    assert passes == {"plain": 4, "checkpointing": 8, "autocast": 4}
     assert losses["checkpointing"] == pytest.approx(losses["plain"], rel=1e-6)
     assert losses["autocast"] == pytest.approx(losses["plain"], rel=2e-2)
     assert losses["autocast"] != losses["plain"]

@@ -1,22 +1,21 @@
 """``lowbit bench``: one worker process per optimizer, and a report that is whole after each."""
 
 import json
-import shutil
+import queue
 import signal
-import subprocess
-import sys
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lowbit.bench import peers, report
+from lowbit.bench.job import Job
 from lowbit.bench.statistics import value
 from lowbit.finetune.checkpoints import FREE, check_options
 from lowbit.finetune.errors import UserError
 from lowbit.finetune.options import resolve
 
-WORKER = (sys.executable, "-m", "lowbit.bench.worker")
 INTERRUPTED = 130  # exit status after Ctrl-C, as of a shell
 
 
@@ -75,38 +74,77 @@ def begun(folder, options):
 
 
 def run_all(jobs, options, folder, found, console):
-    """Run the jobs whose rows are not there yet, one after another; the report is written after each."""
-    done = {(row["optimizer"], row["seed"]): row for row in found["rows"]}
+    """Run the jobs whose rows are not there yet, as many at once as configured; the report is written after each.
+
+    The first, which measures the model before, runs alone: what it can't use, the others can't either.
+    """
     keys = [(optimizer or report.NOT_TUNED, seed) for optimizer, seed in jobs]
-    found["rows"] = []
+    rows = {(row["optimizer"], row["seed"]): row for row in found["rows"]}
+    gpus = visible_gpus(options) if options.parallel > 1 else 1
+    todo = [
+        Job(optimizer, seed, options, folder, crowded=options.parallel > gpus)
+        for (optimizer, seed), key in zip(jobs, keys, strict=True)
+        if key not in rows
+    ]
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        everything = progress.add_task("jobs", total=len(jobs), note=f"0 of {len(jobs)}")
-        for i, (optimizer, seed) in enumerate(jobs):
-            later = [done[key] for key in keys[i + 1 :] if key in done]
-            if keys[i] in done:
-                found["rows"].append(done[keys[i]])
-            else:
-                job = Job(optimizer, seed, options, folder)
-                try:
-                    follow(job, progress, found)
-                except KeyboardInterrupt:
-                    found["rows"] += [job.interrupted(), *later]
-                    raise
-                if i == 0 and job.user_error:  # the others would fail alike
+        everything = progress.add_task("jobs", total=len(jobs), note="")
+        alone = [job for job in todo if job.key == keys[0]]
+        for part, at_once in ((alone, 1), ([job for job in todo if job not in alone], options.parallel)):
+            for job in run(part, at_once, gpus, progress, found):
+                rows[job.key] = job.row()
+                found["rows"] = [rows[key] for key in keys if key in rows]
+                if job in alone and job.user_error:
                     raise UserError(job.row()["reason"])
-                found["rows"].append(job.row())
-                report.write(folder, {**found, "rows": [*found["rows"], *later]})
-                if job.row()["status"] == "ok":
+                report.write(folder, found)
+                if rows[job.key]["status"] == "ok":
                     job.clean()
-                progress.console.print(summary(job), soft_wrap=True)
-            progress.update(everything, completed=i + 1, note=f"{i + 1} of {len(jobs)}")
+                progress.console.print(summary(job.title, rows[job.key]), soft_wrap=True)
+                progress.update(everything, completed=len(rows), note=f"{len(rows)} of {len(jobs)}")
 
 
-def follow(job, progress, found):
+def run(jobs, at_once, gpus, progress, found):
+    """Run jobs, so many at once, over the GPUs in turn; yields each when it has ended.
+
+    On Ctrl-C those that run are stopped and yielded before it is raised.
+    """
+    free = queue.SimpleQueue()
+    for place in range(at_once):
+        free.put(place % gpus if gpus > 1 else None)
+
+    def one(job):
+        gpu = free.get()
+        follow(job, gpu, progress, found)
+        free.put(gpu)
+        return job
+
+    pool = ThreadPoolExecutor(at_once)
+    ends = [pool.submit(one, job) for job in jobs]
+    running = list(jobs)
+    try:
+        for end in as_completed(ends):
+            running.remove(end.result())
+            yield end.result()
+    except KeyboardInterrupt:
+        yield from [job for job in running if job.stop()]
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for job in running:
+            job.stop()
+
+
+def visible_gpus(options):
+    """How many GPUs the runs are spread over; 1 where they stay on one device."""
+    import torch
+
+    return max(1, torch.cuda.device_count()) if options.device in ("auto", "cuda") else 1
+
+
+def follow(job, gpu, progress, found):
     """Run a job to its end, with a progress bar of its own."""
     bar = progress.add_task(job.title, total=None, note="starting")
-    for event in job.events():
+    for event in job.events(gpu):
         show(progress, bar, event, found)
     progress.remove_task(bar)
 
@@ -121,81 +159,9 @@ def show(progress, bar, event, found):
         found["machine"], found["versions"] = event["machine"], event["versions"]
 
 
-def summary(job):
+def summary(title, row):
     """A line for the terminal when a job has ended."""
-    row = job.row()
     if row["status"] != "ok":
-        return f"{job.title}: {row['status']}: {row['reason']}"
+        return f"{title}: {row['status']}: {row['reason']}"
     shown = [f"{header} {text(value(row['result'], key))}" for header, key, text in report.COLUMNS]
-    return f"{job.title}: " + ", ".join(text for text in shown if not text.endswith(" -"))
-
-
-class Job:
-    """A worker process, its events and its end."""
-
-    def __init__(self, optimizer, seed, options, folder):
-        self.optimizer, self.seed = optimizer or report.NOT_TUNED, seed
-        several = options.seeds > 1 and optimizer
-        self.title = f"{self.optimizer}, seed {seed}" if several else self.optimizer
-        name = self.optimizer.replace(" ", "-") + f"-seed{seed}" * bool(several)
-        logs = folder / "jobs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self.path, self.log = logs / f"{name}.json", logs / f"{name}.log"
-        self.checkpoints = logs / f"{name}-checkpoints"
-        if not options.resume:
-            self.clean()
-        options = replace(options, seed=seed)
-        work = {"options": asdict(options), "optimizer": optimizer, "checkpoints": str(self.checkpoints)}
-        self.path.write_text(json.dumps(work, indent=1) + "\n")
-        self.last, self.status = None, None
-
-    def clean(self):
-        """Delete the checkpoints of the run, which is done."""
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-
-    def events(self):
-        """The worker's events, as they come; the worker is stopped if the caller stops, as on Ctrl-C."""
-        command = [*WORKER, str(self.path)]
-        with self.log.open("w") as log:
-            # a session of its own: Ctrl-C is this process's to handle
-            worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
-            try:
-                for line in worker.stdout:
-                    self.last = json.loads(line)
-                    yield self.last
-                self.status = worker.wait()
-            finally:
-                if worker.poll() is None:
-                    worker.kill()
-                    worker.wait()
-
-    @property
-    def user_error(self):
-        """Whether the worker failed for a reason that the user's options name."""
-        return bool(self.last) and self.last["event"] == "failure" and self.last["user"]
-
-    def interrupted(self):
-        """The job's row if it was stopped on the way."""
-        last = self.last or {}
-        place = (
-            f"{last['stage']}, {last['done']} of {last['total']}" if last.get("event") == "progress" else "the start"
-        )
-        return self._row("interrupted", f"in {place}", {})
-
-    def row(self):
-        """The job's row of the report."""
-        event = (self.last or {}).get("event")
-        if event == "result":
-            return self._row("ok", None, {key: value for key, value in self.last.items() if key != "event"})
-        if event == "failure":
-            reason = self.last["reason"]
-        elif self.status == -signal.SIGKILL:
-            reason = "killed by the system, most likely out of memory: lower --batch-size or --max-length"
-        else:
-            reason = f"the worker ended with status {self.status}: see {self.log}"
-        return self._row("failed", reason, {})
-
-    def _row(self, status, reason, result):
-        return {
-            "optimizer": self.optimizer, "seed": self.seed, "status": status, "reason": reason, "result": result,
-        }  # fmt: skip
+    return f"{title}: " + ", ".join(text for text in shown if not text.endswith(" -"))

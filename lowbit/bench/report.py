@@ -26,12 +26,14 @@ COLUMNS = (
     ("max memory (MiB)", "max_memory", number("{:,.0f}", 2**20)),
     ("state (B/param)", "state_bytes_per_param", number("{:.2f}")),
     ("tokens/s", "tokens_per_second", number("{:,.0f}")),
+    ("padded tokens/s", "padded_tokens_per_second", number("{:,.0f}")),
     ("held-out loss", "held_out_loss", number("{:.4f}")),
     ("mc1", "mc1", number("{:.3f}")),
     ("mc2", "mc2", number("{:.3f}")),
     ("model compile (s)", ("model_first_step", "model_step"), number("{:.1f}")),
     ("step compile (s)", ("optimizer_first_step", "optimizer_step"), number("{:.2f}")),
 )
+NOT_ON_TERMINAL = ("padded tokens/s",)  # where 80 columns have to do
 HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
 QUALITY = ("held_out_loss", "mc1", "mc2")  # that runs of two optimizers are compared by
 NO_SPREAD = ("state_bytes_per_param",)  # the same for every seed
@@ -82,11 +84,14 @@ def footnotes(report):
         counted = "the largest resident memory of the training process, so Python and its libraries are in it"
     rows = [row["result"] for row in report["rows"] if row["status"] == "ok"]
     skipped = max((result.get("steps_not_timed") or 0 for result in rows), default=0)
+    crowded = options.get("parallel", 1) > 1 and not any(result.get("tokens_per_second") for result in rows)
     parts = max(rows, key=lambda result: result.get("steps", 0), default={})
     return [
         f"*max memory*: {counted}.",
         "*state*: bytes of all optimizer state, divided by the number of parameters.",
-        f"*tokens/s*: training tokens without padding, a second; the first {skipped} steps are not counted.",
+        f"*tokens/s*: training tokens without padding, a second, and *padded* with it; the first {skipped} steps are "
+        "not counted.",
+        *["Several runs were on one device at once, so that times say nothing and are left out."] * crowded,
         f"*held-out loss*: mean negative log-likelihood of a {'' if options['train_on_all'] else 'response '}token in "
         f"the {parts.get('held_out_examples', 0)} records set aside.",
         f"*mc1*, *mc2*: accuracy on {parts.get('questions', 0)} multiple-choice questions, as truthfulqa_mc1 and "
@@ -107,11 +112,12 @@ def terminal_table(report):
 
     table = Table(title=title(report), box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
     table.add_column(HEADERS[0], no_wrap=True)
-    for header in HEADERS[1:]:  # words below each other, so that the table fits 80 columns
-        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
+    shown = [i for i, header in enumerate(HEADERS) if header not in NOT_ON_TERMINAL]
+    for i in shown[1:]:
+        table.add_column(HEADERS[i].replace(" ", "\n"), justify="right", no_wrap=True)
     for group in grouped(report):
-        name, *rest = cells(group, "\n±")
-        table.add_row(name, *(rest if group.status == "ok" else [group.status]))
+        texts = cells(group, "\n±") if group.status == "ok" else [group.optimizer, group.status]
+        table.add_row(*(texts[i] for i in shown if i < len(texts)))
     table.caption = "\n".join(failures(report)) or None
     return table
 

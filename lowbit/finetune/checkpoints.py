@@ -7,7 +7,7 @@ dies, the newest whole checkpoint is there.
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -20,7 +20,8 @@ SHARDS = "optimizer"  # folder of the optimizer's state, if several processes sa
 # may change at a resume
 FREE = {
     "out", "resume", "save_every", "log_every", "device", "eval_data", "eval_limit", "tasks", "replicas", "optimizers",
-    "overwrite", "seeds", "diagnostics", "loggers", "log_peak_memory",
+    "overwrite", "seeds", "diagnostics", "loggers", "log_peak_memory", "parallel",
+    "fresh_caches",
 }  # fmt: skip
 
 
@@ -79,9 +80,10 @@ def newest(folder, options):
 def check_options(saved, options, where, free=FREE):
     """Raise :class:`UserError` if options that decide a run's course are others than those saved as a dict."""
     now = asdict(options)
-    changed = [name for name in now if name not in free and saved.get(name) != now[name]]
+    saved = {field.name: field.default for field in fields(options)} | saved  # an older one had fewer options
+    changed = [name for name in now if name not in free and saved[name] != now[name]]
     if changed:
-        was = ", ".join(f"--{name.replace('_', '-')} {saved.get(name)} (now {now[name]})" for name in changed)
+        was = ", ".join(f"--{name.replace('_', '-')} {saved[name]} (now {now[name]})" for name in changed)
         raise UserError(f"--resume: {where} was made with {was}: give the same options")
 
 

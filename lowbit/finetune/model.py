@@ -10,13 +10,14 @@ from lowbit.finetune.errors import UserError
 from lowbit.finetune.sources import HUB_ID, first_line
 
 
-def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
+def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024, from_scratch=False):
     """A causal language model, in evaluation mode and without generation cache, and its tokenizer.
 
     Args:
         name: ``builtin``, an id on the Hugging Face Hub, a local folder, or the path of a .gguf file.
         dtype: of the weights.
-        seed: of the weights, where they are made on the spot (``builtin``).
+        seed: of the weights, where they are random (``builtin``, and with ``from_scratch``).
+        from_scratch: random weights in the model's shape, made on the device; its own are not read.
 
     Returns:
         ``(model, tokenizer)``; the tokenizer has a padding token.
@@ -28,6 +29,11 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
         from lowbit.finetune.builtin import build
 
         model, tokenizer = build(seed)
+    elif from_scratch:
+        place = torch.device(device)
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
+            torch.manual_seed(seed)
+            model, tokenizer = skeleton(name, dtype)
     else:
         model, tokenizer = _pretrained(name, dtype)
     if tokenizer.eos_token_id is None:
@@ -39,7 +45,7 @@ def load_model(name, *, dtype=torch.bfloat16, device="cpu", seed=2024):
     return model.to(device).eval(), tokenizer
 
 
-def skeleton(name):
+def skeleton(name, dtype=torch.float32):
     """A model as :func:`load_model` gives it and its tokenizer, by the configuration alone: no weights are read."""
     if name == "builtin":
         from lowbit.finetune.builtin import skeleton
@@ -52,7 +58,8 @@ def skeleton(name):
         config = AutoConfig.from_pretrained(source, **options)
         _check_causal(name, config)
         config.use_cache = False
-        return AutoModelForCausalLM.from_config(config), AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_config(config, **{_dtype_name(): dtype})
+        return model, AutoTokenizer.from_pretrained(source, **options)
     except UserError:
         raise
     except Exception as error:

@@ -54,6 +54,7 @@ class Options(TrainConfig):
     """What both commands take."""
 
     model: str = option("builtin", "Hugging Face id, folder, .gguf file, or 'builtin': a small Llama.", MODEL)
+    from_scratch: bool = option(False, "Random weights in the model's shape, by --seed: pretraining.", MODEL)
     data: str = option("builtin", "Records in Alpaca's format: .json, .jsonl, folder, Hub id, or 'builtin'.", MODEL)
     eval_data: str = option("builtin", "Multiple choice: TruthfulQA's mc_task.json, 'builtin', or 'none'.", MODEL)
     eval_limit: int | None = option(None, "Ask only the first N questions.", MODEL)
@@ -75,6 +76,8 @@ class BenchOptions(Options):
     recipe: str = option("", "A run with a name: llama2-7b-alpaca or smollm2-alpaca; other options go before.", RUN)
     optimizers: str = option("torch,torch-fp32,8bit,4bit,8bit+nearest", "Names, separated by commas.", RUN)
     seeds: int = option(1, "Runs of each optimizer, with seeds --seed, --seed + 1, ...", RUN)
+    parallel: int = option(1, "Runs at once, over all GPUs; several on one device are not timed.", RUN)
+    fresh_caches: bool = option(False, "Let each run compile everything anew.", RUN)
     out: str = option("lowbit-bench", "Folder of the report.", RUN)
     overwrite: bool = option(False, "Replace a report that is already in --out.", RUN)
     save_every: int | None = option(None, "Steps between checkpoints of a run, for --resume; none without.", RUN)
@@ -136,7 +139,7 @@ def check(options):
 _RULES = (
     (("epochs", "lr", "bandwidth"), lambda x: 0 < x < float("inf"), "a number above 0"),
     (("steps", "batch_size", "grad_accum", "eval_limit"), lambda x: x >= 1, "at least 1"),
-    (("save_every", "log_every", "replicas", "gpus", "seeds"), lambda x: x >= 1, "at least 1"),
+    (("save_every", "log_every", "replicas", "gpus", "seeds", "parallel"), lambda x: x >= 1, "at least 1"),
     (("max_length",), lambda x: x >= 8, "at least 8"),
     (("warmup", "weight_decay", "eps", "clip"), lambda x: 0 <= x < float("inf"), "a number from 0 on"),
     (("seed", "held_out"), lambda x: x >= 0, "a number from 0 on"),

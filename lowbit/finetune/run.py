@@ -58,7 +58,9 @@ def prepare(options, peer=None, checkpoint=None):
             str(checkpoint), dtype=torch.float32 if wide else dtype, device=place, seed=options.seed
         )
     else:
-        model, tokenizer = load_model(options.model, dtype=dtype, device=place, seed=options.seed)
+        model, tokenizer = load_model(
+            options.model, dtype=dtype, device=place, seed=options.seed, from_scratch=options.from_scratch
+        )
     if wide:
         cast(model, torch.float32)  # from the weights that the others start from, rounded to --dtype like theirs
     if options.liger:

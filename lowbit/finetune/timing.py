@@ -1,5 +1,6 @@
 """Time: of the optimizer's steps, and of the whole training."""
 
+import sys
 import time
 from contextlib import contextmanager
 from statistics import median
@@ -47,14 +48,22 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
+def graphs_compiled():
+    """How many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 class Throughput:
     """Tokens a second, without and with padding, from the end of step ``skip`` on; pauses, as for saving, don't count.
 
+    Counting begins anew after a step in which something was compiled, as for new shapes, up to the step ``latest``.
     ``before`` are the seconds of the training that this one goes on from.
     """
 
-    def __init__(self, skip, device, before=0.0):
-        self.skip, self.device = skip, device
+    def __init__(self, skip, device, before=0.0, latest=0):
+        self.skip, self.latest, self.device = skip, latest, device
+        self.graphs = graphs_compiled()
         self.tokens = self.padded = self.steps = 0
         self.all_tokens = 0  # without padding, of all steps
         self.start = self._now()
@@ -70,6 +79,10 @@ class Throughput:
         """Count a step of so many ``tokens``, ``padded`` with the padding."""
         self.steps += 1
         self.all_tokens += tokens
+        graphs, self.graphs = self.graphs, graphs_compiled()
+        if graphs != self.graphs and self.skip < self.steps <= self.latest:
+            self.skip = self.steps
+            self.tokens = self.padded = 0
         if self.steps > self.skip:
             self.tokens += tokens
             self.padded += padded

@@ -3,9 +3,11 @@
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lowbit.distributed import local, whole
 from lowbit.finetune import processes
@@ -50,28 +52,24 @@ def loss_sum(model, batch, device):
 
 @contextmanager
 def prepared(model, config):
-    """The model in training mode, its layers compiled and checkpointed as configured; as it was afterwards."""
-    layers = processes.layers(model)
-    if config.compile:
-        for layer in layers:
+    """The model in training mode, its layers compiled and checkpointed as configured; as it was afterwards.
+
+    Checkpoints go around compiled layers. Those of transformers 5.25 are within a layer's ``forward``, where
+    torch.compile gives up on the layer without a word.
+    """
+    layers = processes.layers(model) if config.compile or config.checkpointing else ()
+    for layer in layers:
+        if config.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if config.checkpointing:
-        _checkpointing(model, "enable")({"use_reentrant": False})
+        if config.checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     model.train()
     try:
         yield
     finally:
         model.eval()
-        if config.checkpointing:
-            _checkpointing(model, "disable")()
-        if config.compile:
-            for layer in layers:
-                del layer.forward
-
-
-def _checkpointing(model, what):
-    """transformers' method, which was renamed in 5."""
-    return getattr(model, f"activation_checkpointing_{what}", None) or getattr(model, f"gradient_checkpointing_{what}")
+        for layer in layers:
+            del layer.forward
 
 
 class Order:
@@ -181,7 +179,8 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
     if resume:
         run.load_state_dict(resume)
     skip = min(5, (run.total - run.step) // 2)  # warm-up: compilation, caches, allocators
-    run.throughput = Throughput(skip, device, before=(resume or {}).get("seconds", 0.0))
+    before = (resume or {}).get("seconds", 0.0)
+    run.throughput = Throughput(skip, device, before, latest=(run.total - run.step) // 2)
     timers = StepTimer(device), StepTimer(device)
     reset_peak(device)
     with prepared(model, config):
@@ -191,7 +190,7 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
     peak = peak_bytes(device)
     return TrainResult(
         steps=run.step, losses=run.losses, curves=run.curves,
-        tokens_per_second=rate, padded_tokens_per_second=padded, steps_not_timed=skip,
+        tokens_per_second=rate, padded_tokens_per_second=padded, steps_not_timed=run.throughput.skip,
         model_first_step=timers[0].first, model_step=timers[0].median(),
         optimizer_first_step=timers[1].first, optimizer_step=timers[1].median(),
         max_memory=max(processes.gather(peak)), memory=parts(model, optimizer, peak),
