@@ -103,7 +103,7 @@ def steps_h200():
             found[shapes] = {row["name"]: row for row in report["results"]}
             for row in found[shapes].values():
                 row["share"] = (
-                    row.get("moved_bytes", math.nan) / row.get("ms", math.nan) * 1e3 / report["copy_bytes_per_s"]
+                    row.get("moved_bytes", math.nan) / row.get("ms", math.nan) * 1e3 / row["copy_bytes_per_s"]
                 )
     return found
 

@@ -211,11 +211,11 @@ def send_measured(pipe, caches, work):
         pipe.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]})
 
 
-def row(result, speed):
+def row(result):
     """A line of the table."""
     if "failed" in result:
         return f"{result['name']:20} failed: {result['failed']}"
-    share = result["moved_bytes"] / (result["ms"] * 1e-3) / speed
+    share = result["moved_bytes"] / (result["ms"] * 1e-3) / result["copy_bytes_per_s"]
     return (
         f"{result['name']:20}{result['ms']:10.2f}{result['wall_ms']:10.2f}{share:8.0%}{result['first_step_s']:10.2f}"
         f"{result.get('warm_first_step_s', math.nan):10.2f}{result['state_bytes']:9.3f}"
@@ -224,29 +224,43 @@ def row(result, speed):
 
 
 def begun(arguments):
-    """The report to go on with: that in ``--json`` if it is of this machine and these versions, else a new one."""
+    """``(report, values of the rows to come)``; the report is that in ``--json``, to go on with, or a new one.
+
+    A report may have rows of several runs, on machines of one kind with the same versions but of lowbit itself.
+    """
     from lowbit.bench.machine import machine, versions
 
     head = {"machine": machine(torch.device(arguments.device)), "versions": versions(), "dtype": arguments.dtype}
+    own = {"lowbit_commit": head["versions"].pop("lowbit_commit", None)}
+    own["copy_bytes_per_s"] = copy_speed(arguments.device)
     path = Path(arguments.json or os.devnull)
-    if path.is_file():
-        report = json.loads(path.read_text())
-        others = [f"{name} {report[name]}, not {value}" for name, value in head.items() if report[name] != value]
-        if others:
-            sys.exit(f"{path} is of {'; '.join(others)}: give another --json, or delete it")
-        return report
-    return {**head, "copy_bytes_per_s": copy_speed(arguments.device), "results": []}
+    if not path.is_file():
+        return {**head, "results": []}, own
+    report = json.loads(path.read_text())
+    others = [f"{name} {there}, not {here}" for name, there, here in compared(report, head) if there != here]
+    if others:
+        sys.exit(f"{path} is of {'; '.join(others)}: give another --json, or delete it")
+    return report, own
+
+
+def compared(*heads):
+    """``(name, value there, value here)`` of what has to be the same in a report."""
+    for name in ("cpu", "cores", "gpu", "cuda"):
+        yield (name, *(head["machine"].get(name) for head in heads))
+    for name in ("versions", "dtype"):
+        yield (name, *(head[name] for head in heads))
 
 
 def run_all(arguments):
-    """Every optimizer on every list of shapes that is not in the report; prints as it goes and returns the report."""
-    report = begun(arguments)
-    speed, done = report["copy_bytes_per_s"], {(row["shapes"], row["name"]) for row in report["results"]}
+    """Every optimizer on every list of shapes, but what the report has; prints as it goes and returns the report."""
+    report, own = begun(arguments)
+    done = set() if arguments.again else {(row["shapes"], row["name"]) for row in report["results"]}
     names = arguments.optimizers or (ON_GPU if arguments.device == "cuda" else ON_CPU)
     itemsize = getattr(torch, arguments.dtype).itemsize
     for shapes in arguments.shapes:
         numel = sum(math.prod(shape) for shape in SHAPES[shapes])
-        print(f"\n{shapes}: {numel / 1e6:.1f} M {arguments.dtype} parameters, copy {speed / 1e9:.0f} GB/s")
+        copy = own["copy_bytes_per_s"] / 1e9
+        print(f"\n{shapes}: {numel / 1e6:.1f} M {arguments.dtype} parameters, copy {copy:.0f} GB/s")
         heads = ("ms", "wall ms", "of copy", "first s", "warm s", "state B", "temp B")
         widths = (10, 10, 8, 10, 10, 9, 9)
         print(f"{'optimizer':20}" + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
@@ -259,10 +273,12 @@ def run_all(arguments):
                     )
             if "failed" not in result:
                 result["moved_bytes"] = numel * (3 * itemsize + 2 * result["state_bytes"])
-            report["results"].append({"shapes": shapes, "name": name, **result})
-            print(row(report["results"][-1], speed), flush=True)
+            result = {"shapes": shapes, "name": name, **own, **result}
+            report["results"] = [row for row in report["results"] if (row["shapes"], row["name"]) != (shapes, name)]
+            report["results"].append(result)
+            print(row(result), flush=True)
             if arguments.json:
-                Path(arguments.json).write_text(json.dumps(report, indent=1))
+                Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
@@ -276,6 +292,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=20, help="stop timing after this long")
     parser.add_argument("--limit", type=float, default=900, help="seconds after which an optimizer is given up")
     parser.add_argument("--warm", action="store_true", help="also time first steps with warm compile caches")
+    parser.add_argument("--again", action="store_true", help="also measure what --json has already")
     parser.add_argument("--json", help="write the results here; go on where the file has some already")
     run_all(parser.parse_args())
 

@@ -1,15 +1,69 @@
-"""The scripts in ``benchmarks`` start."""
+"""The scripts in ``benchmarks``."""
 
+import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-@pytest.mark.parametrize("name", ["step.py", "laws.py", "end_to_end.py", "counters.py"])
+def run(name, *arguments):
+    return subprocess.run(
+        [sys.executable, FOLDER / name, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", ["step.py", "laws.py", "estimates.py", "counters.py"])
 def test_a_script_starts(name):
-    done = subprocess.run([sys.executable, FOLDER / name, "--help"], capture_output=True, text=True, timeout=120)
+    done = run(name, "--help")
     assert done.returncode == 0 and "--json" in done.stdout, done.stderr
+
+
+def test_steps_go_on_with_a_report_of_the_same_machine_and_versions(tmp_path):
+    path = tmp_path / "step.json"
+    small = ("--shapes", "resnet-101", "--repeats", 1, "--seconds", 1, "--json", path)
+    first = run("step.py", *small, "--optimizers", "torch-fused")
+    assert first.returncode == 0, first.stderr
+    report = json.loads(path.read_text())
+    (row,) = report["results"]
+    assert row["name"] == "torch-fused" and row["params"] == 44_549_160  # of torchvision's resnet101
+    assert row["state_bytes"] == pytest.approx(4, abs=0.01)  # two moments in bf16
+    second = run("step.py", *small, "--optimizers", "torch-fused", "torch-foreach")
+    assert second.returncode == 0 and second.stdout.count("torch-f") == 1  # what is there is not measured again
+    rows = json.loads(path.read_text())["results"]
+    assert rows[0] == row and [each["name"] for each in rows] == ["torch-fused", "torch-foreach"]
+    again = run("step.py", *small, "--optimizers", "torch-fused", "--again")
+    rows = json.loads(path.read_text())["results"]
+    assert again.returncode == 0 and [each["name"] for each in rows] == ["torch-foreach", "torch-fused"]
+    assert rows[1]["first_step_s"] != row["first_step_s"]
+    path.write_text(json.dumps(report | {"versions": report["versions"] | {"torch": "2.0"}}))
+    refused = run("step.py", *small)
+    assert refused.returncode == 1 and "give another --json" in refused.stderr
+
+
+def test_llama2_7b_folder_is_its_shape_and_trains(tmp_path, cli):
+    data = tiny.write_json(tmp_path / "data.json", tiny.records())
+    assert run("llama2_7b.py", tmp_path / "m", "--data", data).returncode == 0
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "m"))
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    assert sum(p.numel() for p in model.parameters()) == 6_738_415_616 and len(shapes) == 291
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 2}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | small))
+    status, _, error = cli(
+        "bench", "--recipe", "llama2-7b-alpaca", "--model", tmp_path / "m", "--from-scratch", "--data", data,
+        "--steps", 2, "--eval-data", "none", "--tasks", "", "--held-out", 0, "--optimizers", "8bit,lpmm-4bit",
+        "--no-compile", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 0, error
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert rows[1]["result"]["losses"][0][1] == pytest.approx(math.log(32000), abs=0.1)  # of random weights
+    assert rows[1]["result"]["held_out_loss"] is None and "no bf16 weights" in rows[2]["reason"]
