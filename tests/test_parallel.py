@@ -94,6 +94,7 @@ def test_ctrl_c_stops_all_that_run_and_resume_goes_on(tmp_path, monkeypatch):
         if len(found["rows"]) == 4 and all(row["status"] == "ok" for row in found["rows"]):  # all of seed 1
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     monkeypatch.setattr(report, "write", write)
     status, stopped = bench(tmp_path, monkeypatch, "60 * (work['options']['seed'] > 1)", device="cpu", parallel=2)
     assert status == 130 and not stopped["complete"]
