@@ -1,7 +1,7 @@
 """A model folder of Llama2-7B's shape for ``lowbit bench --from-scratch``, where its weights are not at hand.
 
     python benchmarks/llama2_7b.py FOLDER --data alpaca.json
-    lowbit bench --recipe llama2-7b-alpaca --model FOLDER --from-scratch --data alpaca.json --steps 30 \
+    lowbit bench --recipe llama2-7b-alpaca --model FOLDER --from-scratch --data alpaca.json --steps 80 \
         --eval-data none --tasks "" --held-out 0 --fresh-caches
 
 Speed and memory depend on shapes and lengths alone: weights are random there. The tokenizer is trained on the data; of

@@ -1,5 +1,7 @@
 """``lowbit estimate``: bytes against closed forms and against what the libraries themselves keep."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -91,3 +93,12 @@ def test_the_command(setting, cli):
     assert status == 0 and "activations" in out and "8bit" in out, error
     status, _, error = cli("estimate", *options, "--model", "nothing/there-is.gguf")
     assert status == 2 and "no such file" in error
+
+
+def test_state_in_containers_and_objects_counts_each_tensor_once():
+    codes, scale = torch.zeros(64, dtype=torch.int8), torch.zeros(2, dtype=torch.float16)
+    pair = SimpleNamespace(codes=codes, scales=scale, width=8, other=None)  # as FlashOptim keeps its moments
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(64)), torch.nn.Parameter(torch.zeros(2))])
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = {"exp_avg": pair, "step": (torch.zeros(()),), "codes": codes}
+    assert state_bytes(optimizer) == 64 + 2 * 2 + 2 * 4

@@ -63,9 +63,11 @@ def test_positions_begin_anew_for_each_example_and_the_padding():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_gradient_is_that_of_the_examples_one_at_a_time(attention, whole):
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_gradient_is_that_of_the_examples_one_at_a_time(attention, whole, packing):
     data, model = examples(whole=whole), llama(attn_implementation=attention)
-    order, alone = Order(data, CONFIG), copy.deepcopy(model)
+    config = replace(CONFIG, packing=packing, group_by_length=False)  # so rows are padded
+    order, alone = Order(data, config), copy.deepcopy(model)
     micro_batches = [rows for step in range(len(order.steps)) for rows in order[step]]
     loss = gradients(model, order.examples, micro_batches, PAD, CPU, None)
     targets = sum(example.targets for example in data)
@@ -75,7 +77,7 @@ def test_the_gradient_is_that_of_the_examples_one_at_a_time(attention, whole):
         part = torch.nn.functional.cross_entropy(logits, torch.tensor(example.labels[1:]), reduction="sum") / targets
         part.backward()
         total += part.item()
-    assert loss.item() == pytest.approx(total, rel=1e-6) and len(order.examples) < len(data) / 2
+    assert loss.item() == pytest.approx(total, rel=1e-6) and (len(order.examples) < len(data) / 2) == packing
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5 * q.grad.abs().max().item())
 

@@ -149,20 +149,20 @@ def padded_length(examples):
 
 
 def collate(examples, pad_id, device):
-    """Examples as int64 tensors ``input_ids``, ``attention_mask``, ``labels`` of shape [examples, length].
+    """Examples as int64 tensors ``input_ids`` and ``labels`` of shape [examples, length].
 
-    Padded on the right with ``pad_id``, 0 and -100, to a multiple of 8. Packed ones have ``position_ids`` in place of
-    ``attention_mask``: from 0 for each record and for the padding, by which transformers keeps them apart.
+    Padded on the right with ``pad_id`` and -100, to a multiple of 8. There is no ``attention_mask``: a causal model
+    sees no padding from the left of it, and transformers reads a mask on the CPU, for which a GPU is waited for. Packed
+    examples have ``position_ids`` too: from 0 for each record and for the padding, by which transformers keeps them
+    apart.
     """
     length = padded_length(examples)
-    fill = {"input_ids": pad_id, "attention_mask": 0, "labels": IGNORED}
-    rows = {name: [] for name in fill}
+    rows = {"input_ids": [], "labels": []}
     for example in examples:
-        parts = (example.input_ids, [1] * len(example.input_ids), example.labels)
-        for (name, pad), part in zip(fill.items(), parts):
-            rows[name].append(part + [pad] * (length - len(part)))
+        padding = length - len(example.input_ids)
+        rows["input_ids"].append(example.input_ids + [pad_id] * padding)
+        rows["labels"].append(example.labels + [IGNORED] * padding)
     if examples[0].lengths:
-        del rows["attention_mask"]
         rows["position_ids"] = [_positions(example.lengths, length) for example in examples]
     return {name: torch.tensor(values, device=device) for name, values in rows.items()}
 

@@ -181,11 +181,9 @@ def _score(model, batch, prefix, cache):
     device = next(model.parameters()).device
     width = max(len(tokens) for tokens, _ in batch) - 1 - prefix
     inputs = torch.zeros(len(batch), width, dtype=torch.long)
-    mask = torch.zeros(len(batch), prefix + width, dtype=torch.long)
     rows, columns, targets = [], [], []
     for row, (tokens, start) in enumerate(batch):
-        inputs[row, : len(tokens) - 1 - prefix] = torch.tensor(tokens[prefix:-1])
-        mask[row, : len(tokens) - 1] = 1  # padded on the right, where nothing that counts can see it
+        inputs[row, : len(tokens) - 1 - prefix] = torch.tensor(tokens[prefix:-1])  # the rest is seen by nothing
         rows += [row] * (len(tokens) - start)
         columns += range(start - 1 - prefix, len(tokens) - 1 - prefix)
         targets += tokens[start:]
@@ -195,8 +193,6 @@ def _score(model, batch, prefix, cache):
         own = copy.deepcopy(cache)  # the model appends to it
         own.batch_repeat_interleave(len(batch))
         options = {_cache_name(model): own, "use_cache": True}
-    logits = logits_at(
-        model, rows, columns, input_ids=inputs.to(device), attention_mask=mask.to(device), **options
-    )  # [answer tokens, vocabulary]
+    logits = logits_at(model, rows, columns, input_ids=inputs.to(device), **options)  # [answer tokens, vocabulary]
     log_p = -F.cross_entropy(logits.float(), targets, reduction="none").double()
     return torch.zeros(len(batch), dtype=torch.float64, device=device).index_add_(0, rows, log_p).tolist()

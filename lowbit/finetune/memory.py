@@ -83,7 +83,7 @@ def state_bytes(optimizer):
 
 
 def _tensors(value):
-    """Plain tensors inside containers and tensor subclasses, as torchao's states are."""
+    """Plain tensors inside containers, tensor subclasses, as torchao's states are, and objects, as FlashOptim's are."""
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
             for name in value.__tensor_flatten__()[0]:
@@ -96,3 +96,5 @@ def _tensors(value):
     elif isinstance(value, (list, tuple)):
         for x in value:
             yield from _tensors(x)
+    elif hasattr(value, "__dict__"):
+        yield from (x for x in vars(value).values() if isinstance(x, torch.Tensor))
