@@ -85,7 +85,7 @@ ROWS = [
     {
         "optimizer": "8bit", "status": "ok", "reason": None,
         "result": {
-            "max_memory": 3 * 2**30,
+            "max_memory": 3 * 2**30, "reserved_memory": 4 * 2**30,
             "memory": {"weights": 2**30, "gradients": 2**29, "state": 2**28, "rest": 5 * 2**28},
             "state_bytes_per_param": 2.0625, "tokens_per_second": 12345.6, "padded_tokens_per_second": 14e3,
             "mc1": 0.25, "held_out_loss": 1.69951, "mc2": 0.40625, "optimizer_first_step": 1.25, "optimizer_step": 0.25,
@@ -109,18 +109,29 @@ def test_table_of_the_report():
     lines = report.markdown(finished()).splitlines()
     assert lines[0] == "# m on d, 40 steps of batch 8, lr 0.0001"
     assert lines[2:7] == [
-        "| optimizer | max memory (MiB) | state (B/param) | tokens/s | padded tokens/s | held-out loss | mc1 | mc2 "
-        "| model compile (s) | step compile (s) |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-        "| not fine-tuned | - | - | - | - | 8.2500 | - | 0.500 | - | - |",
-        "| 8bit | 3,072 | 2.06 | 12,346 | 14,000 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 |",
-        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |  |  |",
+        "| optimizer | max memory (MiB) | reserved (MiB) | state (B/param) | tokens/s | padded tokens/s "
+        "| held-out loss | mc1 | mc2 | model compile (s) | step compile (s) | step (ms) |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| not fine-tuned | - | - | - | - | - | 8.2500 | - | 0.500 | - | - | - |",
+        "| 8bit | 3,072 | 4,096 | 2.06 | 12,346 | 14,000 | 1.6995 | 0.250 | 0.406 | 60.0 | 1.00 | 250.0 |",
+        "| a\\|b | failed: out of memory: lower --batch-size |  |  |  |  |  |  |  |  |  |  |",
     ]
     text = "\n".join(lines)
     assert "largest resident memory" in text and "without padding" in text and "the first 5 steps" in text
-    assert "in the 500 records" in text and "817 multiple-choice" in text and "Not complete" not in text
+    assert "in 500 records" in text and "817 questions" in text and "Not complete" not in text
     on_gpu = report.markdown(finished() | {"machine": {"gpu": "H200"}, "complete": False})
     assert "tensors took on the GPU" in on_gpu and "Not complete" in on_gpu
+
+
+def test_columns_and_notes_of_what_was_not_measured_are_left_out():
+    result = {"max_memory": 2**30, "state_bytes_per_param": 2.0, "tokens_per_second": 7.0, "held_out_examples": 0}
+    text = report.markdown(
+        finished() | {"rows": [{"optimizer": "a", "status": "ok", "reason": None, "result": result}]}
+    )
+    assert text.splitlines()[2] == "| optimizer | max memory (MiB) | state (B/param) | tokens/s |"
+    assert not any(word in text for word in ("reserved", "held-out loss", "mc1", "| - |"))
+    failed = report.markdown(finished() | {"rows": ROWS[2:]}).splitlines()
+    assert failed[4] == "| a\\|b | failed: out of memory: lower --batch-size |"
 
 
 def test_the_table_fits_80_columns():
@@ -142,11 +153,21 @@ def test_what_the_memory_consists_of():
     lines = report.markdown(finished() | {"machine": {"gpu": "H200"}}).splitlines()
     place = lines.index("## Memory (MiB)")
     assert lines[place + 2 : place + 5] == [
-        "| optimizer | weights | gradients | optimizer state | activations, temporaries |",
+        "| optimizer | weights | gradients | optimizer state | temporaries, activations included |",
         "|---|--:|--:|--:|--:|",
         "| 8bit | 1,024 | 512 | 256 | 1,280 |",
     ]
     assert "the rest of the process" in report.markdown(finished())
+    memory = {"weights": 2**30, "gradients": 0, "state": 2**28, "activations": 2**30, "rest": 2**20}
+    recorded = dict(ROWS[1], optimizer="4bit", result=ROWS[1]["result"] | {"memory": memory})
+    both = finished() | {"machine": {"gpu": "H200"}, "rows": [ROWS[1], recorded]}
+    lines = report.markdown(both).splitlines()
+    place = lines.index("## Memory (MiB)")
+    assert lines[place + 2].endswith("| optimizer state | activations | temporaries |")
+    assert lines[place + 4 : place + 6] == [
+        "| 8bit | 1,024 | 512 | 256 | 0 | 1,280 |",
+        "| 4bit | 1,024 | 0 | 256 | 1,024 | 1 |",
+    ]
 
 
 def test_tasks_of_lm_eval():

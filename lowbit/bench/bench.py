@@ -126,6 +126,7 @@ def run(jobs, at_once, gpus, progress, found):
             running.remove(end.result())
             yield end.result()
     except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)  # or a job that waits would start where one stops
         yield from [job for job in running if job.stop()]
         raise
     finally:

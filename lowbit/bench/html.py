@@ -10,12 +10,13 @@ from importlib.resources import files
 from statistics import fmean, stdev
 from string import Template
 
+from lowbit.bench.footnotes import footnotes
 from lowbit.bench.report import (
     COLUMNS,
-    HEADERS,
+    NAME,
     cells,
+    columns,
     failures,
-    footnotes,
     memories,
     memory_parts,
     signed,
@@ -88,25 +89,25 @@ def emphasis(note):
 
 def table(groups):
     """The table: a line an optimizer; ``data-value`` of a cell is the number that it is sorted by."""
-    first = reference(groups)
-    heads = [*HEADERS]
-    if first and any(_comparable(group, first) for group in groups):
-        heads += [f"{header}, minus {first.optimizer}" for header, key, _ in COLUMNS if key in COMPARED]
+    first, shown = reference(groups), columns(groups)
+    compared = [column for column in shown if column[1] in COMPARED]
+    if not first or not any(_comparable(group, first) for group in groups):
+        compared = []
+    heads = [NAME, *(header for header, *_ in shown)]
+    heads += [f"{header}, minus {first.optimizer}" for header, *_ in compared]
     top = "".join(f'<th scope="col"><button type="button">{escape(head)}</button></th>' for head in heads)
-    lines = "".join(f"<tr>{line(group, first, len(heads))}</tr>" for group in groups)
+    lines = "".join(f"<tr>{line(group, first, shown, compared)}</tr>" for group in groups)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def line(group, first, width):
-    """Cells of an optimizer, ``width`` of them; of one that was not measured its status."""
-    name, *shown = cells(group)
+def line(group, first, shown, compared):
+    """Cells of an optimizer: columns ``shown``, then those ``compared`` to the first; its status if not measured."""
+    name, *texts = cells(group, shown)
     head = f'<th scope="row">{escape(name)}</th>'
     if group.status != "ok":
-        return head + f'<td class="failed" colspan="{width - 1}">{escape(group.status)}</td>'
-    found = [cell(group.mean(key), text) for (_, key, _), text in zip(COLUMNS, shown, strict=True)]
-    if width > len(HEADERS):
-        found += [against(group, first, key, text) for _, key, text in COLUMNS if key in COMPARED]
-    return head + "".join(found)
+        return head + f'<td class="failed" colspan="{len(shown) + len(compared)}">{escape(group.status)}</td>'
+    found = [cell(group.mean(key), text) for (_, key, _), text in zip(shown, texts, strict=True)]
+    return head + "".join([*found, *(against(group, first, key, text) for _, key, text in compared)])
 
 
 def cell(value, text, below=""):
@@ -201,18 +202,16 @@ def with_unit(name, value):
 def data(report, groups):
     """What page.js draws: a dictionary an optimizer, in the order of ``groups``."""
     memory, parts = dict(memories(report)), memory_parts(report)
-    texts = [dict(zip(HEADERS, cells(group), strict=False)) for group in groups]
-    headers = {key: header for header, key, _ in COLUMNS}
+    keys = [key for _, key, _ in COLUMNS]
+    texts = [dict(zip(keys, cells(group, COLUMNS)[1:], strict=True)) for group in groups]
     return [
         {
             "name": group.optimizer,
             "style": style,
             "curves": {key: found for key in GRAPHS if (found := curve_of(group, key))},
-            "values": {
-                key: [finite(group.mean(key)), finite(group.sd(key)), text.get(headers[key])] for key in MEASURES
-            },
+            "values": {key: [finite(group.mean(key)), finite(group.sd(key)), text[key]] for key in MEASURES},
             "losses": {seed: of_seed(result) for seed, result in group.results.items()},
-            "memory": [memory[group.optimizer][part] for part in parts] if group.optimizer in memory else None,
+            "memory": [memory[group.optimizer].get(part, 0) for part in parts] if group.optimizer in memory else None,
         }
         for group, style, text in zip(groups, styles(groups), texts, strict=True)
     ]

@@ -31,7 +31,7 @@ def plot_memory(report, path):
     figure, axes = blank((8, 1.5 + 0.4 * len(found)))
     names, left = [name for name, _ in found], [0.0] * len(found)
     for part, shown in memory_parts(report).items():
-        sizes = [memory[part] / 2**30 for _, memory in found]
+        sizes = [memory.get(part, 0) / 2**30 for _, memory in found]
         axes.barh(names, sizes, left=left, label=shown)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     axes.invert_yaxis()

@@ -5,14 +5,17 @@ import os
 from pathlib import Path
 from statistics import fmean
 
+from lowbit.bench.footnotes import footnotes
 from lowbit.bench.statistics import NOT_TUNED, difference, grouped, reference
 
 __all__ = ["JSON", "MARKDOWN", "NOT_TUNED", "write"]
 
 JSON, MARKDOWN, HTML = "report.json", "report.md", "report.html"
 PLOT, MEMORY_PLOT = "loss.png", "memory.png"
-PARTS = {"weights": "weights", "gradients": "gradients", "state": "optimizer state"}  # of memory, and what is left
-REST = {True: "activations, temporaries", False: "the rest of the process"}  # on a GPU, on a CPU
+PARTS = {  # of memory; there are activations where allocations were recorded
+    "weights": "weights", "gradients": "gradients", "state": "optimizer state", "activations": "activations",
+}  # fmt: skip
+REST = {True: "temporaries", False: "the rest of the process"}  # on a GPU, on a CPU
 SMOOTHING = 0.9  # of the plotted loss: an exponential mean, as TensorBoard's
 
 
@@ -24,6 +27,7 @@ def number(form, scale=1.0):
 # header, key in a run's result, text of its value
 COLUMNS = (
     ("max memory (MiB)", "max_memory", number("{:,.0f}", 2**20)),
+    ("reserved (MiB)", "reserved_memory", number("{:,.0f}", 2**20)),
     ("state (B/param)", "state_bytes_per_param", number("{:.2f}")),
     ("tokens/s", "tokens_per_second", number("{:,.0f}")),
     ("padded tokens/s", "padded_tokens_per_second", number("{:,.0f}")),
@@ -32,18 +36,22 @@ COLUMNS = (
     ("mc2", "mc2", number("{:.3f}")),
     ("model compile (s)", ("model_first_step", "model_step"), number("{:.1f}")),
     ("step compile (s)", ("optimizer_first_step", "optimizer_step"), number("{:.2f}")),
+    ("step (ms)", "optimizer_step", number("{:.1f}", 1e-3)),
 )
-NOT_ON_TERMINAL = ("padded tokens/s",)  # where 80 columns have to do
-HEADERS = ("optimizer", *(header for header, *_ in COLUMNS))
+NOT_ON_TERMINAL = ("reserved (MiB)", "padded tokens/s", "step (ms)")  # where 80 columns have to do
+NAME = "optimizer"  # header of the first column
 QUALITY = ("held_out_loss", "mc1", "mc2")  # that runs of two optimizers are compared by
 NO_SPREAD = ("state_bytes_per_param",)  # the same for every seed
 
 
-def cells(group, join=" ± "):
-    """Texts of an optimizer's line: its name and means, with standard deviations over seeds; or why it has none."""
-    if group.status != "ok":
-        return [group.optimizer, f"{group.status}: {group.reason}"]
-    return [group.optimizer, *(_cell(group, key, text, join) for _, key, text in COLUMNS)]
+def columns(groups):
+    """Those of :data:`COLUMNS` that something was measured for."""
+    return [column for column in COLUMNS if any(group.values(column[1]) for group in groups)] or COLUMNS[:1]
+
+
+def cells(group, shown, join=" ± "):
+    """Texts of an optimizer's line: its name, and for columns ``shown`` means, with standard deviations over seeds."""
+    return [group.optimizer, *(_cell(group, key, text, join) for _, key, text in shown)]
 
 
 def _cell(group, key, text, join):
@@ -70,54 +78,19 @@ def compared(report):
     ]
 
 
-_BUILTIN = (
-    "The built-in records say each thing in several ways, and the built-in questions are about things in the training "
-    "data: both measure how well the text is learnt, not what the model makes of new text.",
-)
-
-
-def footnotes(report):
-    """What the columns are, for this machine and these options."""
-    machine, options = report["machine"] or {}, report["options"]
-    counted = "the most memory that tensors took on the GPU during training"
-    if not machine.get("gpu"):
-        counted = "the largest resident memory of the training process, so Python and its libraries are in it"
-    rows = [row["result"] for row in report["rows"] if row["status"] == "ok"]
-    skipped = max((result.get("steps_not_timed") or 0 for result in rows), default=0)
-    crowded = options.get("parallel", 1) > 1 and not any(result.get("tokens_per_second") for result in rows)
-    parts = max(rows, key=lambda result: result.get("steps", 0), default={})
-    return [
-        f"*max memory*: {counted}.",
-        "*state*: bytes of all optimizer state, divided by the number of parameters.",
-        f"*tokens/s*: training tokens without padding, a second, and *padded* with it; the first {skipped} steps are "
-        "not counted.",
-        *["Several runs were on one device at once, so that times say nothing and are left out."] * crowded,
-        f"*held-out loss*: mean negative log-likelihood of a {'' if options['train_on_all'] else 'response '}token in "
-        f"the {parts.get('held_out_examples', 0)} records set aside.",
-        f"*mc1*, *mc2*: accuracy on {parts.get('questions', 0)} multiple-choice questions, as truthfulqa_mc1 and "
-        "truthfulqa_mc2 of lm-eval.",
-        *_BUILTIN[: options["data"] == "builtin"],
-        "*compile*: the first forward and backward pass, and the first optimizer.step(), less the median of the later "
-        "ones: what is compiled, allocated and loaded once.",
-        *["*±*: standard deviation of a run, over seeds."] * (options.get("seeds", 1) > 1),
-        "All optimizers start from the same weights and see the same data in the same order; each runs in a process of "
-        "its own.",
-    ]
-
-
 def terminal_table(report):
     """The table for :mod:`rich`."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title(report), box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
-    table.add_column(HEADERS[0], no_wrap=True)
-    shown = [i for i, header in enumerate(HEADERS) if header not in NOT_ON_TERMINAL]
-    for i in shown[1:]:
-        table.add_column(HEADERS[i].replace(" ", "\n"), justify="right", no_wrap=True)
-    for group in grouped(report):
-        texts = cells(group, "\n±") if group.status == "ok" else [group.optimizer, group.status]
-        table.add_row(*(texts[i] for i in shown if i < len(texts)))
+    groups = grouped(report)
+    table.add_column(NAME, no_wrap=True)
+    shown = [column for column in columns(groups) if column[0] not in NOT_ON_TERMINAL]
+    for header, *_ in shown:
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
+    for group in groups:
+        table.add_row(*(cells(group, shown, "\n±") if group.status == "ok" else [group.optimizer, group.status]))
     table.caption = "\n".join(failures(report)) or None
     return table
 
@@ -146,10 +119,13 @@ def markdown(report):
     lines = [f"# {title(report)}", ""]
     if not report["complete"]:
         lines += ["**Not complete:** the run was interrupted or is still going on.", ""]
-    lines += ["| " + " | ".join(HEADERS) + " |", "|---" + "|--:" * len(COLUMNS) + "|"]
-    for group in grouped(report):
-        texts = [text.replace("|", "\\|") for text in cells(group)]
-        lines.append("| " + " | ".join(texts + [""] * (len(HEADERS) - len(texts))) + " |")
+    groups = grouped(report)
+    shown = columns(groups)
+    lines += ["| " + " | ".join([NAME, *(header for header, *_ in shown)]) + " |", "|---" + "|--:" * len(shown) + "|"]
+    for group in groups:
+        why = [group.optimizer, f"{group.status}: {group.reason}", *[""] * (len(shown) - 1)]
+        texts = cells(group, shown) if group.status == "ok" else why
+        lines.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")
     lines += ["", *(f"- {note}" for note in footnotes(report)), "", *comparison_table(report), *tasks_table(report)]
     if any(curve(row) for row in report["rows"]):
         lines += [f"![Training loss of each optimizer]({PLOT})", ""]
@@ -215,7 +191,9 @@ def memories(report):
 
 def memory_parts(report):
     """``{part: how the report calls it}``, in the order in which they are stacked."""
-    return PARTS | {"rest": REST[bool((report["machine"] or {}).get("gpu"))]}
+    found = {part: name for part, name in PARTS.items() if any(part in memory for _, memory in memories(report))}
+    rest = REST[bool((report["machine"] or {}).get("gpu"))]
+    return found | {"rest": rest if "activations" in found else f"{rest}, activations included"}
 
 
 def memory_table(report):
@@ -230,8 +208,9 @@ def memory_table(report):
         "|---" + "|--:" * len(names) + "|",
     ]
     for name, memory in found:
-        lines.append(f"| {name} | " + " | ".join(f"{memory[part] / 2**20:,.0f}" for part in names) + " |")
-    return [*lines, "", f"![Memory of each optimizer]({MEMORY_PLOT})", ""]
+        lines.append(f"| {name} | " + " | ".join(f"{memory.get(part, 0) / 2**20:,.0f}" for part in names) + " |")
+    note = "- at the moment of the peak; *activations*: what a forward pass leaves for the backward pass."
+    return [*lines, "", *[note, ""] * ("activations" in names), f"![Memory of each optimizer]({MEMORY_PLOT})", ""]
 
 
 def curve(row):

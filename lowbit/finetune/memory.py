@@ -32,6 +32,11 @@ def peak_bytes(device):
         return _peak_of_life()
 
 
+def reserved_bytes(device):
+    """Bytes: the most that torch's allocator took of a GPU, what it keeps for later included; 0 on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def _peak_of_life():
     """The largest resident size since the process began, where there is no /proc."""
     if sys.platform == "win32":
@@ -50,27 +55,21 @@ def peaks(device):
     The names of the first two are torchtune's.
     """
     if device.type == "cuda":
-        reserved = torch.cuda.max_memory_reserved(device)
-        found = {"peak_memory_alloc": peak_bytes(device), "peak_memory_reserved": reserved}
+        found = {"peak_memory_alloc": peak_bytes(device), "peak_memory_reserved": reserved_bytes(device)}
     else:
         found = {"peak_memory_resident": peak_bytes(device)}
     return {name: size / 2**30 for name, size in found.items()}
 
 
-def parts(model, optimizer, peak):
-    """What the bytes of a peak are: weights, gradients of those that train, optimizer state, and the rest.
+def parts(model, optimizer, peak, recorded=None):
+    """What the bytes of a peak are: weights, gradients, optimizer state, activations, and the rest.
 
-    On a GPU the rest is activations and temporaries, on a CPU the whole process is in it.
+    ``recorded`` is what :class:`lowbit.finetune.peak.Recorder` found; then the rest are temporaries. Without it, as on
+    a CPU, there are gradients of all weights that train, and activations are part of the rest.
     """
-    weights = sum(local(p).nbytes for p in model.parameters())
-    gradients = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
-    state = state_bytes(optimizer)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "state": state,
-        "rest": max(0, peak - weights - gradients - state),
-    }
+    found = {"weights": sum(local(p).nbytes for p in model.parameters()), "state": state_bytes(optimizer)}
+    found |= recorded or {"gradients": sum(local(p).nbytes for p in model.parameters() if p.requires_grad)}
+    return found | {"rest": max(0, peak - sum(found.values()))}
 
 
 def state_bytes(optimizer):

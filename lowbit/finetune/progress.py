@@ -26,6 +26,7 @@ class TrainResult:
     optimizer_first_step: float | None  # the first call of ``optimizer.step()``, what it compiles included
     optimizer_step: float | None  # median of the calls after the first
     max_memory: int  # of the process that took most
+    reserved_memory: int | None  # what torch's allocator took of a GPU; None on a CPU
     memory: dict  # what this process's own peak consists of
     state_bytes_per_param: float
     curves: dict  # name -> [[step, value]]: ``seconds`` of training, ``grad_norm`` before clipping, and diagnostics

@@ -14,10 +14,11 @@ from lowbit.finetune import processes
 from lowbit.finetune.data import IGNORED, batches, collate, padded_length
 from lowbit.finetune.diagnostics import Diagnostics
 from lowbit.finetune.errors import UserError
-from lowbit.finetune.memory import parts, peak_bytes, reset_peak, state_bytes
+from lowbit.finetune.memory import parts, peak_bytes, reserved_bytes, reset_peak, state_bytes
 from lowbit.finetune.model import logits_at
 from lowbit.finetune.options import TrainConfig
 from lowbit.finetune.packing import check_apart, pack
+from lowbit.finetune.peak import Recorder
 from lowbit.finetune.progress import Training, TrainResult
 from lowbit.finetune.timing import StepTimer, Throughput
 
@@ -94,6 +95,11 @@ class Order:
         indices = self.steps[place]
         return [indices[i : i + self.config.batch_size] for i in range(0, len(indices), self.config.batch_size)]
 
+    def largest(self, begin):
+        """The step after ``begin`` that has most tokens with padding, in its epoch; None where there is none."""
+        after = range(begin + 1, min(self.total, (begin // len(self.steps) + 1) * len(self.steps)))
+        return max(after, key=lambda step: self.tokens(self[step])[1], default=None)
+
     def tokens(self, micro_batches):
         """``(tokens, tokens with padding)`` of a step, over all processes."""
         parts = [[self.examples[i] for i in part] for micro in micro_batches for part in processes.shares(micro)]
@@ -101,16 +107,17 @@ class Order:
         return tokens, sum(len(part) * padded_length(part) for part in parts if part)
 
 
-def gradients(model, examples, micro_batches, pad_id, device, autocast):
+def gradients(model, examples, micro_batches, pad_id, device, autocast, forward=nullcontext):
     """Add the gradient of the mean loss a target token, over all micro-batches; returns that loss on the device.
 
-    Each of several processes adds its part of every micro-batch. FSDP2 takes the mean of their gradients.
+    Each of several processes adds its part of every micro-batch. FSDP2 takes the mean of their gradients. Forward
+    passes are in a context that ``forward()`` gives.
     """
     targets = max(1, sum(examples[i].targets for indices in micro_batches for i in indices))
     total = torch.zeros((), device=device)
     for indices in micro_batches:
         micro = [examples[i] for i in processes.share(indices)] or [_silent(examples[indices[0]])]
-        with torch.autocast(device.type, autocast) if autocast else nullcontext():
+        with forward(), torch.autocast(device.type, autocast) if autocast else nullcontext():
             loss = loss_sum(model, collate(micro, pad_id, "cpu"), device) / targets
         (loss * processes.count()).backward()
         total += loss.detach()
@@ -131,19 +138,24 @@ def clip(parameters, largest):
     return whole(norm)
 
 
-def take_steps(run, order, pad_id, device, autocast, timers, on_step):
-    """The steps from ``run.step`` to the last; ``timers`` are those of model and optimizer."""
+def take_steps(run, order, pad_id, device, autocast, recorder, on_step):
+    """The steps from ``run.step`` to the last; returns :class:`StepTimer` of gradients and of ``optimizer.step()``."""
     config, parameters = order.config, [p for p in run.model.parameters() if p.requires_grad]
+    passes, steps = StepTimer(device), StepTimer(device)
     while run.step < run.total:
         micro_batches = order[run.step]
-        with timers[0]():
-            run.pending.append(gradients(run.model, order.examples, micro_batches, pad_id, device, autocast))
-        run.norms.append(clip(parameters, config.clip))
-        if run.diagnostics:
-            with run.throughput.pause(short=True):
-                run.diagnostics.observe()
-        with timers[1]():
-            run.optimizer.step()
+        with recorder.recording(run.step, parameters):
+            with passes():
+                loss = gradients(
+                    run.model, order.examples, micro_batches, pad_id, device, autocast, recorder.forward
+                )  # fmt: skip
+            run.pending.append(loss)
+            run.norms.append(clip(parameters, config.clip))
+            if run.diagnostics:
+                with run.throughput.pause(short=True):
+                    run.diagnostics.observe()
+            with steps():
+                run.optimizer.step()
         run.schedule.step()
         run.optimizer.zero_grad()
         run.step += 1
@@ -152,6 +164,7 @@ def take_steps(run, order, pad_id, device, autocast, timers, on_step):
             run.measure()
         if on_step:
             on_step(run)
+    return passes, steps
 
 
 def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=None, resume=None):
@@ -181,18 +194,19 @@ def train(model, optimizer, examples, pad_id, config, *, autocast=None, on_step=
     skip = min(5, (run.total - run.step) // 2)  # warm-up: compilation, caches, allocators
     before = (resume or {}).get("seconds", 0.0)
     run.throughput = Throughput(skip, device, before, latest=(run.total - run.step) // 2)
-    timers = StepTimer(device), StepTimer(device)
+    recorder = Recorder(device, order.largest(run.step))
     reset_peak(device)
     with prepared(model, config):
-        take_steps(run, order, pad_id, device, autocast, timers, on_step)
+        passes, steps = take_steps(run, order, pad_id, device, autocast, recorder, on_step)
     rate, padded = run.throughput.rates()
     kept = sum(local(p).numel() for p in model.parameters() if p.requires_grad)
     peak = peak_bytes(device)
     return TrainResult(
         steps=run.step, losses=run.losses, curves=run.curves,
         tokens_per_second=rate, padded_tokens_per_second=padded, steps_not_timed=run.throughput.skip,
-        model_first_step=timers[0].first, model_step=timers[0].median(),
-        optimizer_first_step=timers[1].first, optimizer_step=timers[1].median(),
-        max_memory=max(processes.gather(peak)), memory=parts(model, optimizer, peak),
+        model_first_step=passes.first, model_step=passes.median(),
+        optimizer_first_step=steps.first, optimizer_step=steps.median(),
+        max_memory=max(processes.gather(peak)), reserved_memory=max(processes.gather(reserved_bytes(device))) or None,
+        memory=parts(model, optimizer, peak, recorder.found),
         state_bytes_per_param=state_bytes(optimizer) / max(1, kept),
     )  # fmt: skip
