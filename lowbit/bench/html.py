@@ -14,6 +14,7 @@ from lowbit.bench.footnotes import footnotes
 from lowbit.bench.report import (
     COLUMNS,
     NAME,
+    PARTS,
     cells,
     columns,
     failures,
@@ -27,6 +28,7 @@ from lowbit.bench.statistics import NOT_TUNED, difference, grouped, reference
 
 __all__ = ["page"]
 
+STACK = (*PARTS, "rest")  # parts of memory, as page.css colours them
 COMPARED = ("held_out_loss", "mc2")  # columns with a difference to the first optimizer
 POINTS = {True: 200, False: 60}  # of a smooth and of a jagged curve at most
 COLORS, DASHES = 7, 4  # of page.css; no common divisor, so that 28 curves differ
@@ -41,6 +43,7 @@ class Graph:
     x: str
     y: str
     smooth: bool = False
+    log: bool = False  # y in decades
 
 
 LOSS, LOSS_IN_TIME = "loss", "seconds"
@@ -48,7 +51,7 @@ GRAPHS = {
     LOSS: Graph("Training loss", None, "step", "nats/token, smoothed", smooth=True),
     LOSS_IN_TIME: Graph("Training loss over time", None, "seconds", "nats/token, smoothed", smooth=True),
     "grad_norm": Graph("Norm of the gradient", "grad_norm", "step", "norm, smoothed", smooth=True),
-    "update": Graph("Largest update of a weight", "update", "step", "largest |update| / learning rate"),
+    "update": Graph("Largest update of a weight", "update", "step", "largest |update| / learning rate", log=True),
     "stuck": Graph("Stuck state", "stuck", "step", "share of the state"),
 }
 # heading, unit and whether it starts at zero (bars) or not (dots), of a column
@@ -153,7 +156,7 @@ def figures(report, groups):
     """Empty figures of the graphs that there are data for; page.js draws by their ``data-kind`` and ``data-key``."""
     trained = [(i, group) for i, group in enumerate(groups) if curve_of(group, LOSS)]
     found = [
-        figure("lines", key, graph.heading, graph.x, graph.y)
+        figure("log" if graph.log else "lines", key, graph.heading, graph.x, graph.y)
         for key, graph in GRAPHS.items()
         if any(curve_of(group, key) for group in groups)
     ]
@@ -167,7 +170,7 @@ def figures(report, groups):
             found.append(figure("bars" if bars else "dots", key, heading, unit))
     if memories(report):
         parts = "".join(
-            f'<span class="part p{i}">{name}</span>' for i, name in enumerate(memory_parts(report).values())
+            f'<span class="part p{STACK.index(part)}">{name}</span>' for part, name in memory_parts(report).items()
         )
         found.append(figure("memory", "memory", f"Largest memory <span>{parts}</span>", "GiB"))
     return "".join(found)
@@ -201,7 +204,7 @@ def with_unit(name, value):
 
 def data(report, groups):
     """What page.js draws: a dictionary an optimizer, in the order of ``groups``."""
-    memory, parts = dict(memories(report)), memory_parts(report)
+    memory = dict(memories(report))
     keys = [key for _, key, _ in COLUMNS]
     texts = [dict(zip(keys, cells(group, COLUMNS)[1:], strict=True)) for group in groups]
     return [
@@ -211,7 +214,7 @@ def data(report, groups):
             "curves": {key: found for key in GRAPHS if (found := curve_of(group, key))},
             "values": {key: [finite(group.mean(key)), finite(group.sd(key)), text[key]] for key in MEASURES},
             "losses": {seed: of_seed(result) for seed, result in group.results.items()},
-            "memory": [memory[group.optimizer].get(part, 0) for part in parts] if group.optimizer in memory else None,
+            "memory": [memory[group.optimizer].get(part, 0) for part in STACK] if group.optimizer in memory else None,
         }
         for group, style, text in zip(groups, styles(groups), texts, strict=True)
     ]

@@ -44,6 +44,19 @@
     return found;
   };
 
+  // Powers of ten, and with few of them in view their multiples by 2 and 5
+  const decades = (low, high) => {
+    const found = [], factors = high - low > 2.5 ? [1] : [1, 2, 5];
+    for (let power = Math.floor(low); power <= high; power++) {
+      for (const factor of factors) {
+        const at = power + Math.log10(factor), value = factor * 10 ** power;
+        const text = power < -4 || power > 5 ? value.toExponential(0) : String(Number(value.toPrecision(1)));
+        if (at >= low && at <= high) found.push({ at, text });
+      }
+    }
+    return found;
+  };
+
   const range = (values) => {
     const low = Math.min(...values), high = Math.max(...values), margin = (high - low) * 0.04 || Math.abs(high) * 0.04 || 1;
     return [low - margin, high + margin];
@@ -69,13 +82,16 @@
     return x;
   };
 
-  const drawLines = (figure, curves) => {
+  const drawLines = (figure, given, log) => {
     const { plot, svg, width } = canvas(figure, HEIGHT);
+    const scale = log ? Math.log10 : (value) => value;
+    const above = (curve) => ({ ...curve, points: curve.points.filter(([, y, sd]) => !log || y - sd > 0) });
+    const curves = given.map(above).filter((curve) => curve.points.length);
     if (!curves.length) return;
     const every = curves.flatMap((curve) => curve.points);
-    const [low, high] = range(every.flatMap(([, y, sd]) => [y - sd, y + sd]));
-    const marks = ticks(low, high, 6);
-    const left = DIGIT * Math.max(...marks.map((mark) => mark.text.length)) + 8;
+    const [low, high] = range(every.flatMap(([, y, sd]) => [scale(y - sd), scale(y + sd)]));
+    const marks = log ? decades(low, high) : ticks(low, high, 6);
+    const left = DIGIT * Math.max(0, ...marks.map((mark) => mark.text.length)) + 8;
     const xs = every.map((point) => point[0]), ends = [Math.min(...xs), Math.max(...xs)];
     const x = horizontal(svg, ends[0] < ends[1] ? ends : range(ends), left, width, HEIGHT, figure.dataset.x);
     const y = (value) => HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP);
@@ -84,7 +100,7 @@
       add(svg, "path", { class: "gridline", d: `M${left} ${y(at)}H${width - RIGHT}` });
       add(svg, "text", { x: left - 6, y: y(at) + 5, "text-anchor": "end" }, text);
     }
-    const path = (points) => "M" + points.map(([a, b]) => `${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("L");
+    const path = (points) => "M" + points.map(([a, b]) => `${x(a).toFixed(1)} ${y(scale(b)).toFixed(1)}`).join("L");
     for (const { style, points } of curves) {
       const group = add(svg, "g", { class: style });
       if (points.some((point) => point[2] > 0)) {
@@ -154,7 +170,10 @@
   const draw = (figure) => {
     const { kind, key } = figure.dataset;
     const shown = boxes.filter((box) => box.checked).map((box) => optimizers[box.value]);
-    if (kind === "lines") return drawLines(figure, shown.filter((each) => each.curves[key]).map((each) => ({ ...each, points: each.curves[key] })));
+    if (kind === "lines" || kind === "log") {
+      const drawn = shown.filter((each) => each.curves[key]).map((each) => ({ ...each, points: each.curves[key] }));
+      return drawLines(figure, drawn, kind === "log");
+    }
     if (kind === "minus") return drawLines(figure, differences(shown, optimizers[base.value]));
     if (kind === "memory") {
       const GiB = 2 ** 30, rows = shown.filter((each) => each.memory);
