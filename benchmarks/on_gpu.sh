@@ -15,7 +15,7 @@ mkdir -p "$out"
     $python -c "import torch, triton; print('torch', torch.__version__, 'triton', triton.__version__)"
     echo "== tests"
     $python -m pytest -n "$(($(nproc) / 2))" -p no:cacheprovider -p no:benchmark -o addopts= --no-header --disable-warnings \
-        tests/test_parity.py tests/test_kernel.py tests/test_gpu.py && echo "tests passed"
+        tests/test_parity.py tests/test_kernel.py tests/test_gpu.py tests/test_peak.py && echo "tests passed"
     tests=$?
     echo "== memory, under compute-sanitizer"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \

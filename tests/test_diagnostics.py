@@ -98,6 +98,14 @@ def test_the_curves_of_a_run_are_of_the_gradients_that_the_optimizer_saw():
     assert [step for step, _ in curves["grad_norm"]] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize(("clip", "steps"), [(1.0, [1, 2, 3, 4, 5]), (0.0, [2, 4, 5])])
+def test_without_clipping_gradients_are_read_for_reports_only(clip, steps):
+    net = model()
+    config = replace(CONFIG, steps=5, clip=clip, log_every=2)
+    curves = train(net, torch.optim.AdamW(net.parameters(), lr=1e-3), examples(), PAD, config).curves
+    assert [step for step, _ in curves["grad_norm"]] == steps
+
+
 def test_without_diagnostics_there_is_no_curve_of_them():
     net = model()
     curves = train(net, torch.optim.AdamW(net.parameters(), lr=1e-2), examples(), PAD, CONFIG).curves

@@ -44,7 +44,7 @@ class Training:
     losses: list = field(default_factory=list)
     curves: dict = field(default_factory=dict)
     pending: list = field(default_factory=list)  # losses of the last steps, still on the device
-    norms: list = field(default_factory=list)  # of their gradients
+    norms: list = field(default_factory=list)  # (step, norm of its gradient), still on the device
     throughput: Throughput | None = None
     diagnostics: Diagnostics | None = None
 
@@ -78,13 +78,14 @@ class Training:
     def read_losses(self):
         """Read the losses and norms since the last time; raises :class:`UserError` if a loss is not finite."""
         if self.pending:
-            count = len(self.pending)
-            read = torch.stack([x.to(torch.float32) for x in self.pending + self.norms]).tolist()
-            values, norms = read[:count], read[count:]
+            count, (steps, norms) = len(self.pending), zip(*self.norms, strict=True) if self.norms else ((), ())
+            read = torch.stack([x.to(torch.float32) for x in (*self.pending, *norms)]).tolist()
+            values = read[:count]
             first = self.step - count + 1
             self.losses.extend((first + i, value) for i, value in enumerate(values))
-            if norms:
-                self.curves.setdefault("grad_norm", []).extend([first + i, norm] for i, norm in enumerate(norms))
+            if steps:
+                pairs = zip(steps, read[count:], strict=True)
+                self.curves.setdefault("grad_norm", []).extend([step, norm] for step, norm in pairs)
             self.pending.clear()
             self.norms.clear()
             for step, value in self.losses[-len(values) :]:

@@ -150,7 +150,9 @@ def take_steps(run, order, pad_id, device, autocast, recorder, on_step):
                     run.model, order.examples, micro_batches, pad_id, device, autocast, recorder.forward
                 )  # fmt: skip
             run.pending.append(loss)
-            run.norms.append(clip(parameters, config.clip))
+            reported = (run.step + 1) % config.log_every == 0 or run.step + 1 == run.total
+            if config.clip or reported:  # it reads all gradients
+                run.norms.append((run.step + 1, clip(parameters, config.clip)))
             if run.diagnostics:
                 with run.throughput.pause(short=True):
                     run.diagnostics.observe()
@@ -160,7 +162,7 @@ def take_steps(run, order, pad_id, device, autocast, recorder, on_step):
         run.optimizer.zero_grad()
         run.step += 1
         run.throughput.add(*order.tokens(micro_batches))
-        if run.step % config.log_every == 0 or run.step == run.total:
+        if reported:
             run.measure()
         if on_step:
             on_step(run)
