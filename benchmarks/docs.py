@@ -49,6 +49,14 @@ SHAPES = {
     "resnet-101": "ResNet-101",
 }
 SMALL = ("gpt2-124m", "resnet-101")  # where the host may take longer than the device
+PRETRAINING = {  # of benchmarks/pretraining.py: head of the column, form of the value
+    "held_out_loss": ("held-out loss", "{:.3f}"),
+    "update": ("largest \\|update\\|", "{:.3g}"),
+    "rare_rows": ("rare rows moved", "{:.2f}"),
+    "rare_farthest": ("farthest", "{:.3g}"),
+    "unmet_farthest": ("never met", "{:.3g}"),
+    "stuck": ("stuck exp_avg_sq", "{:.2%}"),
+}
 COUNTERS = {  # of benchmarks/counters.py: head of the column, form of the value
     "gpu__time_duration.sum": ("ms", lambda x: f"{x / 1e6:.2f}"),
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("memory bandwidth", "{:.0f}%".format),
@@ -91,6 +99,22 @@ def step_cpu():
         if "ms" in row
     ]
     return grid(("optimizer", "ms a step", "state, bytes a parameter"), body, 1)
+
+
+def pretraining():
+    """What state does in a pretraining at a high learning rate: means over seeds, and standard deviations."""
+    report = read("pretraining-cpu.json")
+    body = [
+        (name, *(with_deviation(form, *result["summary"][key]) for key, (_, form) in PRETRAINING.items()))
+        for name, result in report["results"].items()
+        if "summary" in result
+    ]
+    return grid(("optimizer", *(head for head, _ in PRETRAINING.values())), body, 1)
+
+
+def with_deviation(form, mean, sd):
+    """A mean and its standard deviation, of one digit's worth."""
+    return f"{form.format(mean)} ± {form.format(sd)}" if sd else form.format(mean)
 
 
 def steps_h200():
@@ -158,6 +182,7 @@ TABLES = {
     "step-h200": step_h200,
     "counters-h200": counters,
     "laws-h200": laws,
+    "pretraining-cpu": pretraining,
 }
 
 

@@ -20,7 +20,7 @@ def run(name, *arguments):
     )
 
 
-@pytest.mark.parametrize("name", ["step.py", "laws.py", "estimates.py", "counters.py"])
+@pytest.mark.parametrize("name", ["step.py", "laws.py", "estimates.py", "counters.py", "pretraining.py"])
 def test_a_script_starts(name):
     done = run(name, "--help")
     assert done.returncode == 0 and "--json" in done.stdout, done.stderr
@@ -46,6 +46,24 @@ def test_steps_go_on_with_a_report_of_the_same_machine_and_versions(tmp_path):
     path.write_text(json.dumps(report | {"versions": report["versions"] | {"torch": "2.0"}}))
     refused = run("step.py", *small)
     assert refused.returncode == 1 and "give another --json" in refused.stderr
+
+
+def test_pretraining_shows_rows_that_move_without_a_gradient(tmp_path):
+    path = tmp_path / "found.json"
+    done = run(
+        "pretraining.py", "--optimizers", "torch,8bit,4bit,flashoptim-bf16", "--seeds", 2, "--steps", 60,
+        "--device", "cpu", "--json", path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())["results"]
+    assert "error" in results["flashoptim-bf16"]  # no CUDA, or not installed
+    found = {name: result["summary"] for name, result in results.items() if "summary" in result}
+    assert found["torch"]["rare_rows"] == [1.0, 0.0] and found["torch"]["stuck"][0] == 0.0
+    for name, allowed in (("torch", 1.0), ("8bit", 1.2), ("4bit", 2.0)):
+        mean = {key: value for key, (value, _) in found[name].items()}
+        assert mean["unmet_farthest"] == 0.0  # no gradient, no step
+        assert mean["update"] <= allowed * found["torch"]["update"][0] and 0.8 < mean["rare_rows"] < 1.2
+        assert 0 < mean["rare_farthest"] < 60 and 2 < mean["held_out_loss"] < 8
 
 
 def test_llama2_7b_folder_is_its_shape_and_trains(tmp_path, cli):
