@@ -51,7 +51,7 @@ SHAPES = {
 SMALL = ("gpt2-124m", "resnet-101")  # where the host may take longer than the device
 PRETRAINING = {  # of benchmarks/pretraining.py: head of the column, form of the value
     "held_out_loss": ("held-out loss", "{:.3f}"),
-    "update": ("largest \\|update\\|", "{:.3g}"),
+    "update": ("largest |update|", "{:.3g}"),
     "rare_rows": ("rare rows moved", "{:.2f}"),
     "rare_farthest": ("farthest", "{:.3g}"),
     "unmet_farthest": ("never met", "{:.3g}"),
