@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def run(name, *arguments):
-    return subprocess.run(
-        [sys.executable, FOLDER / name, *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests run beside it, and threads that wait spin
+    command = [sys.executable, FOLDER / name, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 @pytest.mark.parametrize("name", ["step.py", "laws.py", "estimates.py", "counters.py", "pretraining.py"])
@@ -51,14 +52,14 @@ def test_steps_go_on_with_a_report_of_the_same_machine_and_versions(tmp_path):
 def test_pretraining_shows_rows_that_move_without_a_gradient(tmp_path):
     path = tmp_path / "found.json"
     done = run(
-        "pretraining.py", "--optimizers", "torch,8bit,4bit,flashoptim-bf16", "--seeds", 2, "--steps", 60,
+        "pretraining.py", "--optimizers", "torch,8bit,4bit,flashoptim-bf16", "--seeds", 1, "--steps", 60,
         "--device", "cpu", "--json", path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(path.read_text())["results"]
     assert "error" in results["flashoptim-bf16"]  # no CUDA, or not installed
     found = {name: result["summary"] for name, result in results.items() if "summary" in result}
-    assert found["torch"]["rare_rows"] == [1.0, 0.0] and found["torch"]["stuck"][0] == 0.0
+    assert found["torch"]["rare_rows"] == [1.0, None] and found["torch"]["stuck"][0] == 0.0
     for name, allowed in (("torch", 1.0), ("8bit", 1.2), ("4bit", 2.0)):
         mean = {key: value for key, (value, _) in found[name].items()}
         assert mean["unmet_farthest"] == 0.0  # no gradient, no step

@@ -22,7 +22,7 @@ begin = time.monotonic()
 work = json.load(open(sys.argv[1]))
 print(json.dumps({"event": "progress", "stage": "training", "done": 3, "total": 9, "loss": None}), flush=True)
 time.sleep(SECONDS)
-names = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+names = ("CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")
 result = {"held_out_loss": 1.0 + work["options"]["seed"], "tokens_per_second": 5.0, "max_memory": 7,
           "losses": [[1, 2.0]],
           "curves": {"seconds": [[1, 9.0]], "grad_norm": [[1, 3.0]]}, "environment": [os.environ.get(n) for n in names]}
@@ -66,6 +66,18 @@ def test_times_of_runs_on_one_device_are_left_out(tmp_path, monkeypatch):
         assert ("tokens_per_second" in result) == ("seconds" in result["curves"]) == times
         assert result["max_memory"] == 7 and result["curves"]["grad_norm"] == [[1, 3.0]]
         assert ("times say nothing" in report.markdown(found)) != times
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mine", "threads"), [(1, None, None), (2, None, "3"), (9, None, "1"), (2, "5", "5")]
+)
+def test_runs_at_once_share_the_cores(tmp_path, monkeypatch, parallel, mine, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if mine:
+        monkeypatch.setenv("OMP_NUM_THREADS", mine)
+    _, found = bench(tmp_path, monkeypatch, seconds=0, device="cpu", parallel=parallel)
+    assert {row["result"]["environment"][3] for row in found["rows"]} == {threads}
 
 
 def test_runs_are_spread_over_gpus(tmp_path, monkeypatch):

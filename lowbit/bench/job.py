@@ -29,6 +29,8 @@ class Job:
     def __init__(self, optimizer, seed, options, folder, crowded=False):
         self.optimizer, self.seed = optimizer or NOT_TUNED, seed
         self.key, self.crowded, self.fresh_caches = (self.optimizer, seed), crowded, options.fresh_caches
+        # each its part of the cores: threads of one that wait in a spin take them from the others
+        self.threads = max(1, (os.cpu_count() or 1) // options.parallel) if options.parallel > 1 else None
         several = options.seeds > 1 and optimizer
         self.title = f"{self.optimizer}, seed {seed}" if several else self.optimizer
         name = self.optimizer.replace(" ", "-") + f"-seed{seed}" * bool(several)
@@ -75,6 +77,8 @@ class Job:
         if gpu is not None:
             seen = environment.get("CUDA_VISIBLE_DEVICES", "")
             environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+        if self.threads:
+            environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         if not self.fresh_caches:
             yield environment
             return

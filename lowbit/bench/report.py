@@ -108,7 +108,8 @@ def failures(report):
 def title(report):
     """Model, data and length of the runs."""
     options = report["options"]
-    length = f"{options['steps']} steps" if options["steps"] else f"{options['epochs']:g} epochs"
+    count, unit = (options["steps"], "step") if options["steps"] else (f"{options['epochs']:g}", "epoch")
+    length = f"{count} {unit}{'s' * (str(count) != '1')}"
     batch = options["batch_size"] * options["grad_accum"]
     seeds = f", {options['seeds']} seeds" if options.get("seeds", 1) > 1 else ""
     return f"{options['model']} on {options['data']}, {length} of batch {batch}, lr {options['lr']:g}{seeds}"
